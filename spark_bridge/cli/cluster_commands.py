@@ -69,7 +69,9 @@ def drain(
             output.show(lambda: kept, lambda: f"{node} takes hosts again.", as_json=as_json)
             return
         store.drain(node_id)
-        remaining_hosts = _await_none(namespace, coordinator, node_id, timeout)
+        deadline = time.monotonic() + timeout
+        while (remaining_hosts := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
+            time.sleep(DRAIN_POLL_SECONDS)
     plain = {"node_id": node_id, "drained": not remaining_hosts, "hosts_left": remaining_hosts}
     text = f"No host is left on {node}; the machine may be removed."
     if remaining_hosts:
@@ -77,14 +79,6 @@ def drain(
     output.show(lambda: plain, lambda: text, as_json=as_json)
     if remaining_hosts:
         raise typer.Exit(output.FOUND)
-
-
-def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:
-    """Wait until a node has no hosts, or ``timeout`` seconds; return how many it has."""
-    deadline = time.monotonic() + timeout
-    while (remaining_hosts := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
-        time.sleep(DRAIN_POLL_SECONDS)
-    return remaining_hosts
 
 
 def node_named(node: str, nodes: Sequence[Mapping[str, Any]]) -> str:

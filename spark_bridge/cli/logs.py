@@ -227,10 +227,7 @@ def names_of(query: Query | LostDriver) -> tuple[str, ...]:
 
 
 def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[str]) -> list[LogEvent]:
-    """Return the events of all logs that have one of the names (none: all events), by time.
-
-    Logs that cannot be read are added to ``missing``.
-    """
+    """Return the events with one of the names (none: all), by time. ``missing`` gets the logs that cannot be read."""
     wanted = [re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])") for name in names]
     selected: list[LogEvent] = []
     for file in files:

@@ -79,7 +79,7 @@ class KnownCheckpoints:
         kept = range(query["oldest_version"], query["completed_version"] + 1)
         if records or is_all or kept != of_run.kept:
             by_id = {} if is_all else of_run.by_id
-            by_id = {**by_id, **{record["id"]: _checkpoint(record, False) for record in records}}
+            by_id = {**by_id, **{record["id"]: _checkpoint(record) for record in records}}
             of_run.by_id = {
                 i: one if one.is_kept == (one.version in kept) else structs.replace(one, is_kept=not one.is_kept)
                 for i, one in sorted(by_id.items())
@@ -193,10 +193,10 @@ def _query(
     )
 
 
-def _checkpoint(record: Description, is_kept: bool) -> model.Checkpoint:
+def _checkpoint(record: Description) -> model.Checkpoint:
     plain = {name: record[name] for name in _RECORDED if name in record}
     plain["steps"] = {name: StepTime(**step) for name, step in record["steps"].items()}
-    return model.Checkpoint(**plain, is_kept=is_kept)
+    return model.Checkpoint(**plain)
 
 
 def _operator(

@@ -115,10 +115,7 @@ class HostOverview:
 
 @dataclass(frozen=True)
 class LostDriver:
-    """A query that was given up because its driver fell silent, and that has not restarted.
-
-    ``lost_ms`` is the time of the driver's last heartbeat.
-    """
+    """A query given up because its driver has been silent since ``lost_ms``, and that has not restarted."""
 
     query: str
     run_id: str

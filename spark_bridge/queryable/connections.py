@@ -292,10 +292,7 @@ class KvConnections:
         return self.begin(address, header, body, deadline).finish()
 
     def stream(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvExchange:
-        """Send a scan, whose frames are read by iteration.
-
-        ``deadline`` is for the first frame; each further frame may take ``timeout`` seconds.
-        """
+        """Send a scan. Its first frame comes before ``deadline``; each further frame may take ``timeout`` seconds."""
         if deadline is None:
             deadline = time.monotonic() + self.timeout
         return KvExchange(self, address, (header, body), deadline, self.timeout)

@@ -196,10 +196,7 @@ class OperatorsRequest(Struct, frozen=True, array_like=True, tag="operators"):
 
 
 class DescribeRequest(Struct, frozen=True, array_like=True, tag="describe"):
-    """Ask for a description of this host and its answers; with ``forward`` of all hosts of the operator's query.
-
-    Answered by ``DescribeReply``.
-    """
+    """Ask what this host, with ``forward`` each host of the operator's query, has. Answered by ``DescribeReply``."""
 
     operator: Name | None = None
     query: Name | None = None
@@ -510,10 +507,7 @@ class ServedReads(StateReads, Protocol):
         """Return one feature view, or all; of all, those that cannot be read now have a ``problem``."""
 
     def features(self, request: FeaturesRequest, keys: pa.BinaryArray | bytes) -> FeatureAnswer:
-        """Return the features of stored keys, or of one.
-
-        Raises ``StaleFeatureError``, and ``RetiredRunError`` if the view has another revision.
-        """
+        """Return features. Raises ``StaleFeatureError``, and ``RetiredRunError`` for another revision of the view."""
 
 
 # The decoder of rows that come over the wire (see ``RowsReply``).

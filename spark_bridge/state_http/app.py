@@ -296,21 +296,28 @@ def _wants_arrow(request: Request) -> bool:
 
 def _describe_problems(app: FastAPI) -> None:
     """Add to OpenAPI the models that no route declares; leave out FastAPI's own error, which no route returns."""
+
+    def describe(description: dict[str, Any], schemas: dict[str, Any]) -> None:
+        for model in (models.Problem, models.SqlColumn, models.SqlAnswer):
+            schemas[model.__name__] = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas[model.__name__].pop("$defs", None)  # they are schemas of the description themselves
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        for path in description["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+
+    _extend_openapi(app, describe)
+
+
+def _extend_openapi(app: FastAPI, extend: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Change the description of an application, and its schemas, when it is made."""
     make_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             description = make_openapi()
-            schemas = description.setdefault("components", {}).setdefault("schemas", {})
-            for model in (models.Problem, models.SqlColumn, models.SqlAnswer):
-                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-                schema.pop("$defs", None)  # they are schemas of the description themselves
-                schemas[model.__name__] = schema
-            for name in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(name, None)
-            for path in description["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
+            extend(description, description.setdefault("components", {}).setdefault("schemas", {}))
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -347,11 +354,4 @@ def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], 
             encoded = await asyncio.to_thread(lambda: json_bytes(to_plain(overview_within(whole, scope))))
         return Response(encoded, media_type="application/json")
 
-    make_openapi = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        description = make_openapi()
-        description.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        return description
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    _extend_openapi(app, lambda _, schemas: schemas.update(components))

@@ -207,10 +207,7 @@ class StateService:
     async def scan(
         self, operator: str, request: models.ScanRequest, *, as_arrow: bool
     ) -> tuple[VersionAndTime, AsyncIterator[bytes]]:
-        """Return the version and the time of rolling aggregates, and the body in pieces; see the route.
-
-        A caller that stops early must close the iterator.
-        """
+        """Return version and time of rolling aggregates, and the pieces of the body, which a caller must close."""
         most = self.limits.max_rows
         if request.limit is not None and request.limit > most:
             raise RequestLimitError(f"limit={request.limit} is more than the {most} rows that a scan may give.")
@@ -579,10 +576,7 @@ def _position_of(last_event_id: str) -> tuple[int, str | None]:
 
 
 def _pieces(change: StateChange, run_id: str | None) -> list[bytes]:
-    """Return the events of a version, which a run has given.
-
-    Only the last one has an id, so that no caller resumes from the middle of a version.
-    """
+    """Return the events of a run's version. Only the last has an id: no caller resumes within a version."""
     batch, version = change.batch, change.version
     pieces = []
     for at in range(0, batch.num_rows, models.PIECE_ROWS):

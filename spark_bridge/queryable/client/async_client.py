@@ -98,6 +98,7 @@ class FeatureGroup:
         return f"features({self.view!r}) of {len(keys)} keys"
 
 
+@dataclass(eq=False, repr=False)
 class LookupBatcher:
     """The lookups of one group that wait, and those that are under way. All but ``_look_up`` runs on the event loop.
 
@@ -109,17 +110,12 @@ class LookupBatcher:
     longest timeout in it; lookups with shorter timeouts end earlier. ``idle`` is called when no lookup is left.
     """
 
-    def __init__(
-        self,
-        client: QueryableStateClient,
-        pool: ThreadPoolExecutor,
-        group: LookupGroup | FeatureGroup,
-        idle: Callable[[LookupBatcher], None],
-    ) -> None:
-        self._client = client
-        self._pool = pool
-        self.group = group
-        self._idle = idle
+    _client: QueryableStateClient
+    _pool: ThreadPoolExecutor
+    group: LookupGroup | FeatureGroup
+    _idle: Callable[[LookupBatcher], None]
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[PendingLookup] = []
         self._under_way = 0

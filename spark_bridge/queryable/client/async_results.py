@@ -37,10 +37,7 @@ class BlockingCalls:
         self._pending: asyncio.Future[Any] | None = None
 
     async def call(self, what: Callable[[], Any]) -> Any:
-        """Wait for a call, and return what it returns.
-
-        If the caller is cancelled, the next call returns this result and does not run. So no result is lost.
-        """
+        """Wait for a call, and return its result. If the caller is cancelled, the next call returns that instead."""
         if self._pending is None:
             self._pending = self._begun(what)
         # Another event loop would never get the result: ``ensure_future`` raises ``ValueError`` there.

@@ -628,10 +628,7 @@ class QueryableStateClient:
 
 
 def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateClient:
-    """Return a client that sees only the part of the state in ``scope``, over the connections of ``client``.
-
-    It is not closed: the connections are shared.
-    """
+    """Return a client that sees the part in ``scope``, over the connections of ``client``: it is not closed."""
     if scope.is_all:
         return client
     discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))

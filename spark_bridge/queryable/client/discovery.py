@@ -206,27 +206,15 @@ class ScopedDiscovery:
 
     def __init__(self, scope: Scope, discovery: Discovery, operators: Callable[[float], list[dict[str, Any]]]) -> None:
         self.scope = scope
-        self._discovery = discovery
+        self._locate = discovery.locate
         self._operators = operators
+        self.proxy, self.knows_proxy = discovery.proxy, discovery.knows_proxy
+        self.failed, self.note = discovery.failed, discovery.note
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         left = max(0.0, deadline - time.monotonic())
-        ask = self._discovery.locate
-        return ScopedOperators(
-            self.scope, lambda: self._operators(left), lambda name, of: ask(name, of, deadline)
-        ).locate(operator, query)
-
-    def proxy(self) -> str:
-        return self._discovery.proxy()
-
-    def knows_proxy(self) -> bool:
-        return self._discovery.knows_proxy()
-
-    def failed(self) -> None:
-        self._discovery.failed()
-
-    def note(self, addresses: Sequence[str]) -> None:
-        self._discovery.note(addresses)
+        locate = partial(self._locate, deadline=deadline)
+        return ScopedOperators(self.scope, lambda: self._operators(left), locate).locate(operator, query)
 
 
 class NoRunningQueryError(exceptions.QueryableStateError):
@@ -330,10 +318,7 @@ OperatorRef = tuple[str, str | None]
 
 @dataclass
 class KnownOperator:
-    """The location of an operator, and its state variables.
-
-    ``window_us`` is the length of its windows in us by state variable, once known.
-    """
+    """The location of an operator, its state variables, and by these the lengths of its windows in us, once known."""
 
     location: OperatorLocation
     schema: OperatorSchema

@@ -178,10 +178,7 @@ def _is_plain(column: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def from_json(value: Any, kind: pa.DataType, what: str) -> Any:
-    """Convert a JSON value to the form that a client takes for an Arrow type.
-
-    Raises ``UnknownKeyOrNamespaceError``, whose message names ``what``.
-    """
+    """Return a JSON value as clients take it for a type. Raises ``UnknownKeyOrNamespaceError`` naming ``what``."""
     if value is None:
         return None
     try:

@@ -332,10 +332,7 @@ class SinkTopic:
         return len(described.partitions)
 
     def _described(self, seconds: float) -> Any:
-        """Return the topic's metadata. Raises a transient error in it, so that the call is repeated.
-
-        For example, a leader is being elected.
-        """
+        """Return the topic's metadata. Raises a transient error in it, as of an election: so the call is repeated."""
         described = self._producer.list_topics(self.name, seconds).topics[self.name]
         if described.error is not None and self._is_transient(described.error):
             self._last_error = described.error.str()

@@ -312,10 +312,7 @@ class KeyLookups:
         return StateAnswer(last.version, last.schema, iter(batches))
 
     def values(self, keys: pa.BinaryArray, family: str | None = None) -> list[tuple[int, pa.BinaryArray]]:
-        """Return values of stored keys at one version: parts, each with the position of its first key.
-
-        ``family`` is by default that of the view's values.
-        """
+        """Return the values of stored keys, by default of the view's family, at one version, as ``_in_parts``."""
         location, family = self.target.location, self.view.family if family is None else family
         return self._in_parts(keys, lambda part, at: self.router.lookup(location, family, part, at, self.deadline))
 

@@ -25,10 +25,7 @@ def check_form(as_: str) -> None:
 
 
 def formed(table: pa.Table, as_: str) -> Any:
-    """Return a table in the form asked for.
-
-    Raises ``RequestError`` for an unknown form, or if pandas or Polars is needed and not installed.
-    """
+    """Return a table in a form. Raises ``RequestError`` for an unknown one, or if pandas or Polars is missing."""
     check_form(as_)
     if as_ == "pandas":
         return to_pandas(table)
@@ -116,10 +113,7 @@ def _elements(columns: Mapping[str, pa.Array]) -> pa.Array:
 
 
 def plain_values(columns: Mapping[str, pa.Array], *, hashable: bool = False) -> list[Any]:
-    """Return rows as Python values.
-
-    Rows of one column are its values; rows of several columns are dicts, or tuples if they must be ``hashable``.
-    """
+    """Return rows as Python values: those of several columns are dicts, or tuples if they must be ``hashable``."""
     values: list[list[Any]] = [python_values(column) for column in columns.values()]
     if hashable:
         rows = [tuple(map(_hashable, row)) for row in zip(*values, strict=True)]

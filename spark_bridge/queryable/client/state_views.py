@@ -50,10 +50,7 @@ class StateView:
     operator_schema: OperatorSchema
 
     def as_of(self, at: At, now_us: Callable[[], int]) -> At:
-        """Return ``at`` with the moment of rolling aggregates, by default now.
-
-        Raises ``RequestError`` for a moment if there are no rolling aggregates.
-        """
+        """Return ``at`` with the moment of rolling aggregates (default: now). Raises ``RequestError`` without any."""
         if self.kind != layouts.ROLLING:
             if at.moment is not None:
                 raise RequestError(

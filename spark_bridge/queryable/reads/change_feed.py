@@ -271,10 +271,7 @@ class ChangeFeed:
         return StateAnswer(until, changes.output, RowStream(batches, keep.close))
 
     def require_same_history(self, plan: OperatorPlan, completed: int, version: int, previous_run: str) -> None:
-        """Raise ``StateVersionError`` unless ``version`` is the one that ``previous_run`` has given rows of.
-
-        ``version`` is ``completed`` or before.
-        """
+        """Raise ``StateVersionError`` unless ``previous_run`` gave rows of ``version`` (``completed`` or before)."""
         versions = self._versions(plan, completed)
         try:
             versions.resolve(version)

@@ -402,10 +402,7 @@ _Candidates: TypeAlias = tuple[pa.BinaryArray, Positions, Positions]
 
 @dataclass(frozen=True)
 class WindowedKeys:
-    """Grouping keys of an aggregate by windows, as columns without the window.
-
-    ``place`` is the position of the window in the stored key.
-    """
+    """Grouping keys of an aggregate by windows, as columns without the window, which has ``place`` in stored keys."""
 
     rows: VariableRows
     place: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -309,6 +309,7 @@ class _KnownView:
         return tuple(owner.query_address for owner in places[first.run_id, first.operator.name].owners)
 
 
+@dataclass(eq=False, repr=False)
 class FeatureReads:
     """Answers for feature views, from ``reads`` and ``router``. Thread-safe.
 
@@ -316,14 +317,11 @@ class FeatureReads:
     up again; requests with a known revision do not wait for it.
     """
 
-    def __init__(
-        self, reads: protocol.StateReads, router: StateRouter, location: Callable[[str, str], OperatorLocation]
-    ) -> None:
-        self._reads = reads
-        self._router = router
-        self._location = location
-        self._known: dict[str, _KnownView] = {}
-        self._looking = threading.Lock()
+    _reads: protocol.StateReads
+    _router: StateRouter
+    _location: Callable[[str, str], OperatorLocation]
+    _known: dict[str, _KnownView] = field(default_factory=dict)
+    _looking: threading.Lock = field(default_factory=threading.Lock)
 
     def views(self, request: protocol.ViewsRequest) -> list[protocol.ViewLocation]:
         """Return one view, or all; of all, those that cannot be read now have a ``problem``."""

@@ -625,10 +625,7 @@ class StateRouter:
     def _scan_shares(
         self, location: OperatorLocation, partitions: list[int] | None, in_order: bool
     ) -> list[tuple[str, list[int]]]:
-        """Return the addresses to ask, each with its partitions.
-
-        A proxy is asked for the partitions of several owners in one scan, owner by owner.
-        """
+        """Return addresses with partitions; a proxy gets those of several owners in one scan, owner by owner."""
         shares = self._table(location).partitions_by_owner(partitions, in_order=in_order)
         if self._via is None:
             return shares

@@ -396,10 +396,7 @@ T = TypeVar("T")
 
 
 class ScatterGather:
-    """Send requests to hosts and collect the answers.
-
-    Requests to ``local_address`` are answered by ``local`` in this process, without a network.
-    """
+    """Sends requests to hosts and collects the answers; ``local`` answers for ``local_address`` in this process."""
 
     def __init__(self, connections: KvConnections, local_address: str, local: protocol.StateReads | None) -> None:
         self._connections = connections

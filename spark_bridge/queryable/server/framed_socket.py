@@ -167,10 +167,7 @@ class FramedSocket:
     # -- sending -------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[Any], deadline: float = math.inf) -> None:
-        """Send bytes-like objects one after the other.
-
-        Raises ``ClientGoneError`` if they are not taken by ``deadline``, a time of ``time.monotonic``.
-        """
+        """Send bytes-like objects one by one. Raises ``ClientGoneError`` if they are not taken by ``deadline``."""
         size = sum(map(len, parts))
         if size <= RECEIVE_BUFFER_BYTES:
             data = b"".join(parts)

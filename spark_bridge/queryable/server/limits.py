@@ -232,10 +232,7 @@ _frexp = math.frexp
 
 
 class LatencyHistogram:
-    """Counts by the logarithm of a latency, in 1.6 KB; not safe from several threads.
-
-    After HdrHistogram (Gil Tene): powers of two, each in linear steps.
-    """
+    """Counts by powers of two in linear steps, as HdrHistogram (Gil Tene), in 1.6 KB; not for several threads."""
 
     __slots__ = ("counts", "total")
 

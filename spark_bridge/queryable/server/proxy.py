@@ -151,10 +151,7 @@ class LocationCache:
         return location
 
     def refresh(self, run_id: str) -> None:
-        """Fetch the oracle of a run again, because it was wrong or its owners do not answer.
-
-        Does nothing if it was fetched in the last ``FETCH_SECONDS``.
-        """
+        """Fetch the oracle of a run again, which proved wrong, unless it was fetched in the last ``FETCH_SECONDS``."""
         job_id = self._jobs.get(run_id)
         if job_id is not None:
             self._fetch(job_id, FETCH_SECONDS)
@@ -296,31 +293,21 @@ The client has more time, and waits without taking room here.
 """
 
 
+@dataclass(eq=False, repr=False)
 class ForwardingReads:
     """``StateReads`` of a proxy: answers requests with ``forward`` for all partitions, others for this host's.
 
-    ``own`` returns the ``StateReads`` of this host alone, and ``address`` its own query address; both are called once,
-    with the first request. Requests to other hosts have no ``forward``, so no request goes further than one step.
+    ``_find_own`` returns the ``StateReads`` of this host alone, and ``_address`` its own query address; both are called
+    once, with the first request. Requests to other hosts have no ``forward``, so no request goes further than one step.
     """
 
-    def __init__(
-        self,
-        own: Callable[[], protocol.StateReads],
-        address: Callable[[], str],
-        locations: LocationCache,
-        connections: KvConnections,
-        *,
-        patience: float = MAX_RETRY_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._find_own = own
-        self._address = address
-        self._locations = locations
-        self._connections = connections
-        self._patience = patience
-        self._clock = clock
-        self._sleep = sleep
+    _find_own: Callable[[], protocol.StateReads]
+    _address: Callable[[], str]
+    _locations: LocationCache
+    _connections: KvConnections
+    patience: float = MAX_RETRY_SECONDS
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
     @cached_property
     def own(self) -> protocol.StateReads:
@@ -328,7 +315,7 @@ class ForwardingReads:
 
     @cached_property
     def router(self) -> StateRouter:
-        return StateRouter(self._connections, local=(self._address(), self.own), clock=self._clock, sleep=self._sleep)
+        return StateRouter(self._connections, local=(self._address(), self.own), clock=self.clock, sleep=self.sleep)
 
     @cached_property
     def _feature_reads(self) -> FeatureReads:
@@ -386,7 +373,7 @@ class ForwardingReads:
         return self._feature_reads.views(request)
 
     def features(self, request: protocol.FeaturesRequest, keys: pa.BinaryArray | bytes) -> protocol.FeatureAnswer:
-        deadline = self._clock() + self._connections.timeout
+        deadline = self.clock() + self._connections.timeout
 
         def moved(error: Exception) -> None:
             for run_id in self._feature_reads.run_ids(request.view):
@@ -435,7 +422,7 @@ class ForwardingReads:
     ) -> T:
         """Return the result of ``ask``; retry for a short time if partitions have moved. Raises the owners' errors."""
         run_id, operator = request.run_id, request.operator
-        deadline = self._clock() + self._connections.timeout
+        deadline = self.clock() + self._connections.timeout
 
         def attempt() -> T:
             return ask(self._locations.location(run_id, operator, with_schema=with_schema), deadline)
@@ -452,14 +439,14 @@ class ForwardingReads:
                 raise  # the client has named a run, and must find out which one is next
             except MOVED as error:
                 # From the first failure on: a connection to a dead machine alone takes longer.
-                attempts = attempts or Attempts("", self._clock() + self._patience, clock=self._clock)
+                attempts = attempts or Attempts("", self.clock() + self.patience, clock=self.clock)
                 try:
                     delay = attempts.delay(error)
                 except exceptions.QueryTimeoutError:
                     moved(error)  # the client has more time, and may ask here again
                     raise error from None
                 moved(error)
-            self._sleep(delay)
+            self.sleep(delay)
 
     def _moved(self, run_id: str, error: Exception) -> None:
         if should_locate(error):
@@ -504,10 +491,7 @@ class KvStateClientProxy(KvStateServer):
         super().__init__(forwarding, tokens, ip=ip, port=port, limits=limits, tls=tls, host_id=host_id)
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """Return who owns which partitions of a query, as far as this proxy knows; else None. From any thread.
-
-        ``job_id`` is the id of the query.
-        """
+        """Return the owners of partitions by the id of a query, None if they are not known here. From any thread."""
         return self._locations.get(job_id)
 
     def update_kv_state_location_oracle(self, job_id: str, oracle: KvStateLocationOracle | None) -> None:

@@ -214,10 +214,7 @@ _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 
 @dataclass(frozen=True)
 class ServerContext:
-    """The parts that the connections of one server share.
-
-    ``describe`` answers a ``DescribeRequest``; ``stopping`` is set when the server stops.
-    """
+    """The parts that the connections of one server share. ``stopping`` is set when the server stops."""
 
     reads: protocol.ServedReads
     tokens: TokenVerifier

@@ -236,10 +236,7 @@ class KvStateServer:
         return f"[{self._ip}]:{self._port}" if ":" in self._ip else f"{self._ip}:{self._port}"
 
     def start(self) -> None:
-        """Begin to answer; nothing happens if the server runs.
-
-        After ``shutdown`` it listens at the same address again, or raises ``OSError``.
-        """
+        """Begin to answer, unless the server runs; after ``shutdown`` at the same address, or raise ``OSError``."""
         with self._lock:
             if self._acceptor is not None:
                 return
@@ -289,10 +286,7 @@ class KvStateServer:
             log.warning(what, len(left), seconds, self.server_address, some)
 
     def describe(self, request: protocol.DescribeRequest) -> dict[str, Any]:
-        """Return the description of ``reads``, and as ``requests`` the counts of this server's answers.
-
-        A proxy overrides it for ``forward``.
-        """
+        """Return what ``reads`` describe, and the counts as ``requests``. A proxy overrides it for ``forward``."""
         described = self._reads.describe(request.operator, request.query)
         return {**described, "requests": self.statistics.snapshot(request.operator)}
 

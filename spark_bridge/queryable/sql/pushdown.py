@@ -277,10 +277,7 @@ def _alternatives(node: FunctionCall, schema: pa.Schema) -> ColumnCondition | No
 
 
 def _fitting(schema: pa.Schema, column: str, value: pa.Scalar) -> pa.Scalar | None:
-    """Return a value in the type of its column.
-
-    None if the value is not exact in that type or in Python, or has no place in an order (null, NaN).
-    """
+    """Return a value in its column's type; None if it is not exact in that type or in Python, or is null or NaN."""
     if column not in schema.names or not value.is_valid:
         return None
     wanted = schema.field(column).type

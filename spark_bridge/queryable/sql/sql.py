@@ -158,10 +158,7 @@ def _taken(limits: SqlLimits) -> Any:
 def database_with_tables(
     duckdb: Any, tables: Mapping[tuple[str, ...], StateDataset], limits: SqlLimits, *, may_share: bool
 ) -> StatementDatabase:
-    """Return an empty database in memory with the tables.
-
-    It is used again afterwards if ``may_share``, and if no name is qualified.
-    """
+    """Return an empty database with the tables. It is used again if ``may_share``, and if no name is qualified."""
     database = StatementDatabase(duckdb, limits, may_share=may_share and all(len(name) == 1 for name in tables))
     connection = database.connection
     catalogs = {name[0].lower() for name in tables if len(name) == 3}
