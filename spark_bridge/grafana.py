@@ -46,6 +46,15 @@ def _quantile(share: float, buckets: str, by: str) -> str:
     return f"histogram_quantile({share}, {_rate(buckets, f'le, {by}')})"
 
 
+def _median_and_p99(buckets: str, by: str) -> dict[str, str]:
+    return {f"{name}: {{{{{by}}}}}": _quantile(q, buckets, by) for name, q in (("median", 0.5), ("p99", 0.99))}
+
+
+def _rates(by: str, **metrics: str) -> dict[str, str]:
+    """Return the rates of metrics, each by the legend of its series."""
+    return {f"{name}: {{{{{by}}}}}": _rate(metric, by) for name, metric in metrics.items()}
+
+
 DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
     "Is it healthy": (
         Panel(
@@ -74,14 +83,7 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
         ),
     ),
     "Checkpoints": (
-        Panel(
-            "Duration of a checkpoint",
-            "s",
-            {
-                "median: {{query}}": _quantile(0.5, "checkpoint_duration_seconds_bucket", "query"),
-                "p99: {{query}}": _quantile(0.99, "checkpoint_duration_seconds_bucket", "query"),
-            },
-        ),
+        Panel("Duration of a checkpoint", "s", _median_and_p99("checkpoint_duration_seconds_bucket", "query")),
         Panel(
             "Time of tasks by step",
             "s",
@@ -93,10 +95,7 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Tasks tried again, checkpoints given up",
             "short",
-            {
-                "tasks: {{query}}": _rate("retried_tasks_total", "query"),
-                "checkpoints: {{query}}": _rate("checkpoints_failed_total", "query"),
-            },
+            _rates("query", tasks="retried_tasks_total", checkpoints="checkpoints_failed_total"),
         ),
     ),
     "State": (
@@ -128,24 +127,14 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Rows dropped as late, and as duplicates",
             "rowsps",
-            {
-                "{{query}} late": _rate("late_rows_total", "query"),
-                "{{query}} duplicates": _rate("duplicate_rows_total", "query"),
-            },
+            _rates("query", late="late_rows_total", duplicates="duplicate_rows_total"),
         ),
     ),
     "Hosts": (
         Panel("Memory by holder", "bytes", {"{{kind}}": _sum("memory_bytes", "kind")}),
         Panel("Restarts", "short", {"{{host}}": _max("host_restarts", "host")}),
         Panel("Partitions loaded", "ops", {"{{host}}": _rate("loads_total", "host")}),
-        Panel(
-            "Keys read and written",
-            "ops",
-            {
-                "read: {{host}}": _rate("keys_read_total", "host"),
-                "written: {{host}}": _rate("keys_written_total", "host"),
-            },
-        ),
+        Panel("Keys read and written", "ops", _rates("host", read="keys_read_total", written="keys_written_total")),
     ),
     "Checkpoint storage": (
         Panel("Requests by kind", "reqps", {"{{kind}}": _rate("storage_requests_total", "kind")}),
@@ -157,14 +146,7 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
     "Queries of state": (
         Panel("Requests", "reqps", {"{{verb}} {{operator}}": _rate("requests_total", "operator, verb")}),
         Panel("Failures", "reqps", {"{{verb}}": _rate("request_failures_total", "verb")}),
-        Panel(
-            "Latency",
-            "s",
-            {
-                "median: {{verb}}": _quantile(0.5, "request_seconds_bucket_total", "verb"),
-                "p99: {{verb}}": _quantile(0.99, "request_seconds_bucket_total", "verb"),
-            },
-        ),
+        Panel("Latency", "s", _median_and_p99("request_seconds_bucket_total", "verb")),
     ),
 }
 
@@ -180,16 +162,9 @@ def dashboard() -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in DASHBOARD_ROWS.items():
-        panels.append(
-            {
-                "id": len(panels) + 1,
-                "type": "row",
-                "title": title,
-                "collapsed": False,
-                "panels": [],
-                "gridPos": {"x": 0, "y": y, "w": 24, "h": 1},
-            }
-        )
+        at = {"x": 0, "y": y, "w": 24, "h": 1}
+        row_of = {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": at}
+        panels.append(row_of)
         y += 1
         for i, panel in enumerate(row):
             at = {"x": i % _IN_A_ROW * _WIDTH, "y": y + i // _IN_A_ROW * _HEIGHT, "w": _WIDTH, "h": _HEIGHT}

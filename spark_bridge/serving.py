@@ -79,7 +79,6 @@ class FollowedQuery:
         )
 
     def start(self) -> None:
-        """Begin to look."""
         self._loop.start()
 
     def close(self) -> None:

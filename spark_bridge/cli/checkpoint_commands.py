@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +21,6 @@ from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFo
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.durable.records import AuditLog, AuditRecord
-from coordinator_actor.forgetting import ForgottenReport
 from coordinator_actor.reading.stored_files import StoredFile, stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.reading.verification import Verification, damages_of_manifests, verify_version
@@ -169,11 +170,8 @@ def _plain(info: SavepointInfo) -> dict[str, Any]:
 # ``statestore checkpoint ...``: checkpoints that were moved or copied, without a running Ray or Spark.
 
 
-checkpoint_app = typer.Typer(
-    name="checkpoint",
-    help="Bind state that is stored outside its checkpoint to a moved or copied checkpoint.",
-    no_args_is_help=True,
-)
+_HELP = "Bind state that is stored outside its checkpoint to a moved or copied checkpoint."
+checkpoint_app = typer.Typer(name="checkpoint", help=_HELP, no_args_is_help=True)
 
 MovedStateLocation = Annotated[
     str, typer.Option(help="The directory of spark.statestore.location (state_location=) of the session.")
@@ -218,10 +216,8 @@ def fork(
         steps = output.steps_printed(as_json=as_json)
         bound = fork_checkpoint(checkpoint_location, state_location, options, progress=steps)
     already = "" if bound.is_new else " already"
-    text = (
-        f"{bound.checkpoint_location} has its own state{already}, at {bound.state_location}, as query {bound.query_id}"
-    )
-    output.show(lambda: bound, lambda: text, as_json=as_json)
+    where = f"{already}, at {bound.state_location}, as query {bound.query_id}"
+    output.show(lambda: bound, lambda: f"{bound.checkpoint_location} has its own state{where}", as_json=as_json)
 
 
 # ``statestore files``, ``verify`` and ``diff``: the files and versions of a query's state, from storage alone.
@@ -266,16 +262,14 @@ def _files_view(files: list[StoredFile]) -> RenderableType:
         return ", ".join(file.kept_by[:most]) + (f" and {more} more" if more > 0 else "") or file.why
 
     rows = ((f.path, f.kind, number(f.size), f.version, kept(f)) for f in files)
-    sums: Counter[str] = Counter()
+    counts, sums = Counter(file.kind for file in files), Counter[str]()
     for file in files:
         sums[file.kind] += file.size
-    counts = Counter(file.kind for file in files)
+    kinds = ((kind, number(counts[kind]), size(sums[kind])) for kind in sorted(sums))
     unneeded = [file for file in files if not file.kept_by]
     return Group(
         output.filled(rows, "path", "kind", "bytes", "version", "kept by"),
-        output.filled(
-            ((k, number(counts[k]), size(sums[k])) for k in sorted(sums)), "kind", "files", "size", title="All"
-        ),
+        output.filled(kinds, "kind", "files", "size", title="All"),
         Text(f"{len(unneeded)} files, {size(sum(f.size for f in unneeded))}, are kept by nothing."),
     )
 
@@ -313,11 +307,8 @@ def verify(
             if not versions.damages:
                 raise
             raise _unreadable(str(error), [to_plain(d) for d in damages_of_manifests(versions)], as_json) from error
-    output.show(
-        lambda: {**to_plain(verification), "is_sound": verification.is_sound},
-        lambda: _verified_view(verification),
-        as_json=as_json,
-    )
+    plain = {**to_plain(verification), "is_sound": verification.is_sound}
+    output.show(lambda: plain, lambda: _verified_view(verification), as_json=as_json)
     if not verification.is_sound:
         raise typer.Exit(output.FOUND)
 
@@ -325,15 +316,12 @@ def verify(
 def _verified(versions: StateVersions, version: int | None, rows: bool, as_json: bool) -> Verification:
     from spark_bridge.operators.index_entries import index_differences
 
+    verify = partial(verify_version, versions, version, reads_rows=rows, differences_in=index_differences)
     console = Console(stderr=True)
     if as_json or not console.is_terminal:
-        return verify_version(versions, version, reads_rows=rows, differences_in=index_differences)
+        return verify()
     with console.status("Reading the files") as status:
-
-        def progress(done: int, total: int) -> None:
-            status.update(f"Read {done} of {total} files")
-
-        return verify_version(versions, version, reads_rows=rows, differences_in=index_differences, progress=progress)
+        return verify(progress=lambda done, total: status.update(f"Read {done} of {total} files"))
 
 
 def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
@@ -348,35 +336,26 @@ def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
 
 
 def _verified_view(verification: Verification) -> RenderableType:
-    lines: list[Any] = [
+    lines = [
         Text(d.what if d.partition is None else f"{d.operator}/{d.partition}, version {d.version}: {d.what}", "red")
         for d in (*verification.damages, *verification.differences)
     ]
     read = f"Read {number(verification.files)} files of version {verification.version}, {size(verification.nbytes)}"
     if verification.rows is not None:
         read += f", {number(verification.rows)} rows"
+    style = ""
     if verification.is_sound:
-        lines.append(Text(f"{read}: all are as they were written."))
+        read += ": all are as they were written."
     elif verification.lost:
-        lines.append(
-            Text(
-                f"{read}. Version {verification.version} cannot be loaded: {', '.join(verification.lost)}.",
-                style="bold red",
-            )
-        )
+        read += f". Version {verification.version} cannot be loaded: {', '.join(verification.lost)}."
+        style = "bold red"
     elif not verification.damages:
-        lines.append(
-            Text(f"{read}: the files are as they were written. rewrite_state builds the indexes from the rows again.")
-        )
+        read += ": the files are as they were written. rewrite_state builds the indexes from the rows again."
     elif all(d.operator is None for d in verification.damages):
-        lines.append(
-            Text(f"{read}: these match their checksums. Other versions or the query's start need the damaged files.")
-        )
+        read += ": these match their checksums. Other versions or the query's start need the damaged files."
     else:
-        lines.append(
-            Text(f"{read}. Version {verification.version} can still be loaded, by older snapshots and changelogs.")
-        )
-    return Group(*lines)
+        read += f". Version {verification.version} can still be loaded, by older snapshots and changelogs."
+    return Group(*lines, Text(read, style))
 
 
 # ``statestore forget`` and ``audit``: remove keys permanently, and show manual changes of a state.
@@ -438,8 +417,14 @@ def forget(
     if not yes:
         typer.confirm(f"Remove {len(texts)} keys of {operator} from {where} permanently?", abort=True, err=True)
 
-    def run(port: RayCoordinatorPort | None) -> ForgottenReport:
-        return forget_keys(
+    with output.errors_explained(), ExitStack() as stack:
+        place = (namespace, coordinator, SURGERY_COORDINATOR_SECONDS)
+        if checkpoint is None:
+            stack.enter_context(sources.joined_ray(address, namespace))
+            port: RayCoordinatorPort | None = RayCoordinatorPort(*place)
+        else:
+            port = stack.enter_context(sources.reachable_coordinator(address, *place))
+        report = forget_keys(
             where,
             operator,
             lambda schema: [sources.key_of_words([text], schema) for text in texts],
@@ -449,14 +434,6 @@ def forget(
             progress=output.steps_printed(as_json=as_json),
             coordinator=port,
         )
-
-    with output.errors_explained():
-        if checkpoint is not None:
-            with sources.reachable_coordinator(address, namespace, coordinator, SURGERY_COORDINATOR_SECONDS) as port:
-                report = run(port)
-        else:
-            with sources.joined_ray(address, namespace):
-                report = run(RayCoordinatorPort(namespace, coordinator, SURGERY_COORDINATOR_SECONDS))
     done = (
         f"Done: no version up to {report.version} of {report.operator} has a row of the {report.keys} keys any more, "
         f"and no file has their bytes ({report.rows} rows, {report.files} files removed)."

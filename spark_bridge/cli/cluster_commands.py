@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,7 +69,9 @@ def drain(
             output.show(lambda: kept, lambda: f"{node} takes hosts again.", as_json=as_json)
             return
         store.drain(node_id)
-        remaining_hosts = _await_none(namespace, coordinator, node_id, timeout)
+        deadline = time.monotonic() + timeout
+        while (remaining_hosts := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
+            time.sleep(DRAIN_POLL_SECONDS)
     plain = {"node_id": node_id, "drained": not remaining_hosts, "hosts_left": remaining_hosts}
     text = f"No host is left on {node}; the machine may be removed."
     if remaining_hosts:
@@ -76,14 +79,6 @@ def drain(
     output.show(lambda: plain, lambda: text, as_json=as_json)
     if remaining_hosts:
         raise typer.Exit(output.FOUND)
-
-
-def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:
-    """Wait until a node has no hosts, or ``timeout`` seconds; return how many it has."""
-    deadline = time.monotonic() + timeout
-    while (remaining_hosts := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
-        time.sleep(DRAIN_POLL_SECONDS)
-    return remaining_hosts
 
 
 def node_named(node: str, nodes: Sequence[Mapping[str, Any]]) -> str:
@@ -215,11 +210,7 @@ def list_tokens(
     Example: statestore token list --json
     """
     tokens: tuple[IssuedToken, ...] = _ask(address, namespace, coordinator, "list_tokens")
-    output.show(
-        lambda: msgspec.to_builtins(tokens),
-        lambda: rendered(tokens, datetime.now(timezone.utc).timestamp()),
-        as_json=as_json,
-    )
+    output.show(lambda: msgspec.to_builtins(tokens), lambda: rendered(tokens, time.time()), as_json=as_json)
 
 
 @app.command()
@@ -335,11 +326,8 @@ def _drop_view(source: sources.Source, view: str | None) -> None:
         if view is None or source.checkpoint is not None:
             raise RequestError("--drop needs the VIEW of a running query: its coordinator drops it.")
         with sources.joined_ray(source.address, source.namespace):
-            having = [
-                running.run_id
-                for running in _sent(source.namespace, source.coordinator, "feature_views")
-                if running.view.name == view
-            ]
+            all_views = _sent(source.namespace, source.coordinator, "feature_views")
+            having = [running.run_id for running in all_views if running.view.name == view]
             if not having:
                 raise UnknownFeatureViewError(f"No running query has a feature view {view!r}.")
             for run_id in having:
@@ -435,37 +423,23 @@ def ui(
     Examples: statestore ui; statestore ui --checkpoint s3://bucket/ck --port 9000
     """
     with output.errors_explained():
-        place = _Place(host, port, Prices.parse(prices), sql_memory)
+        run = partial(_run, host=host, port=port, prices=Prices.parse(prices), sql_memory=sql_memory)
         for name in ("jinja2", "starlette", "uvicorn"):
             if find_spec(name) is None:
                 raise EnvironmentProblemError(f"The page needs the package {name}: install ray-statestore[ui].")
-        if source.checkpoint is not None:
-            _serve_checkpoint(source.checkpoint, source, place)
-        else:
+        if source.checkpoint is None:
             with sources.joined_ray(source.address, source.namespace):
-                _serve_cluster(source, place)
+                _serve_cluster(source, run)
+            return
+        from spark_bridge.ui.live import StoredSystem
+        from spark_bridge.ui.requests import OwnToken
+
+        system = StoredSystem(source.checkpoint, source.state_location, source.options)
+        system.overview()  # a wrong location is an error before anything is served
+        run(system, OwnToken(None, admin=False))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The address of the page, the prices of storage that the page shows, and SQL's memory in MiB."""
-
-    host: str
-    port: int
-    prices: Prices
-    sql_memory: int
-
-
-def _serve_checkpoint(location: str, source: sources.Source, place: _Place) -> None:
-    from spark_bridge.ui.live import StoredSystem
-    from spark_bridge.ui.requests import OwnToken
-
-    system = StoredSystem(location, source.state_location, source.options)
-    system.overview()  # a wrong location is an error before anything is served
-    _run(system, OwnToken(None, admin=False), place)
-
-
-def _serve_cluster(source: sources.Source, place: _Place) -> None:
+def _serve_cluster(source: sources.Source, run: Callable[..., None]) -> None:
     from coordinator_actor.reference import RayCoordinatorPort
     from spark_bridge.overview.from_cluster import KnownCheckpoints, cluster_overview
     from spark_bridge.queryable.client.client import QueryableStateClient
@@ -476,7 +450,6 @@ def _serve_cluster(source: sources.Source, place: _Place) -> None:
     namespace, coordinator = source.namespace, source.coordinator
     calls = RayCoordinatorPort(namespace, coordinator, UI_COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(calls.call, namespace=namespace)
-
     checkpoints = KnownCheckpoints()
 
     def overview() -> Overview:
@@ -492,16 +465,20 @@ def _serve_cluster(source: sources.Source, place: _Place) -> None:
         calls.close()
 
     system = LiveSystem(namespace, overview, connect, calls.call, source.options)
-    _run(system, OwnToken(tokens, admin=True), place, running)
+    run(system, OwnToken(tokens, admin=True), running)
 
 
 def _run(
     system: System,
     own: OwnToken,
-    place: _Place,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    *,
+    host: str,
+    port: int,
+    prices: Prices,
+    sql_memory: int,
 ) -> None:
-    """Serve until the process is interrupted."""
+    """Serve until the process is interrupted. ``sql_memory`` is in MiB."""
     import uvicorn
 
     from spark_bridge.ui.app import create_ui
@@ -513,12 +490,12 @@ def _run(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                _tell(system, own, place.host, self.servers[0].sockets[0].getsockname()[1])
+                _tell(system, own, host, self.servers[0].sockets[0].getsockname()[1])
 
     config = uvicorn.Config(
-        create_ui(system, own, own, lifespan, place.prices, replace(PAGE_SQL, memory_bytes=place.sql_memory << 20)),
-        host=place.host,
-        port=place.port,
+        create_ui(system, own, own, lifespan, prices, replace(PAGE_SQL, memory_bytes=sql_memory << 20)),
+        host=host,
+        port=port,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=2,

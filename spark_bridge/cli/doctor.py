@@ -80,14 +80,12 @@ def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | N
     token_path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray" / "auth_token")
     has_token = bool(environment.get("RAY_AUTH_TOKEN")) or token_path.exists()
     if mode.lower() == "token" and not has_token:
-        yield Check(
-            CLUSTER_AREA,
-            "ray-token",
-            ERROR,
-            f"RAY_AUTH_MODE is token, and there is neither RAY_AUTH_TOKEN nor {token_path}.",
+        found = f"RAY_AUTH_MODE is token, and there is neither RAY_AUTH_TOKEN nor {token_path}."
+        remedy = (
             "Copy the token of the cluster's head node to that file, or put it into RAY_AUTH_TOKEN; 'ray "
-            "get-auth-token --generate' makes one for a new cluster.",
+            "get-auth-token --generate' makes one for a new cluster."
         )
+        yield Check(CLUSTER_AREA, "ray-token", ERROR, found, remedy)
     elif mode.lower() == "token" or (not mode and has_token):
         yield Check(CLUSTER_AREA, "ray-token", OK, "Ray's token mode is on, and a token is there.")
     elif mode.lower() == "disabled":
@@ -109,12 +107,11 @@ def cluster_checks(address: str | None, namespace: str, coordinator: str) -> Ite
             yield from overview_checks(cluster_overview(namespace, coordinator))
     except EnvironmentProblemError as error:
         text, _, remedy = str(error).partition(";")
+        remedy = remedy.strip().capitalize() or "Look at the cluster's head node."
         if address is None:
             yield Check(CLUSTER_AREA, "ray", SKIPPED, f"{text}: nothing of a cluster was checked.")
         else:
-            yield Check(
-                CLUSTER_AREA, "ray", ERROR, text, remedy.strip().capitalize() or "Look at the cluster's head node."
-            )
+            yield Check(CLUSTER_AREA, "ray", ERROR, text, remedy)
 
 
 def _asked_nodes() -> list[dict[str, Any]]:
@@ -171,7 +168,6 @@ def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     """Check which nodes do not answer, have other versions than this machine, or another time."""
     here = {name: installed(name) for name in PACKAGES}
     python = ".".join(map(str, sys.version_info[:2]))
-    count = len(nodes)
     wrong = 0
     for node in nodes:
         name = f"node {node['ip']}"
@@ -189,11 +185,11 @@ def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
         if abs(node["skew"]) > MAX_SKEW_SECONDS:
             wrong += 1
             message = f"Its clock is {node['skew']:+.1f} s from this machine's."
-            yield Check(
-                CLUSTER_AREA, f"clock of {node['ip']}", WARNING, message, "Let all machines follow NTP (chrony)."
-            )
+            remedy = "Let all machines follow NTP (chrony)."
+            yield Check(CLUSTER_AREA, f"clock of {node['ip']}", WARNING, message, remedy)
     if not wrong:
-        yield Check(CLUSTER_AREA, "nodes", OK, f"{count} nodes answer, with the versions and the time of this machine.")
+        message = f"{len(nodes)} nodes answer, with the versions and the time of this machine."
+        yield Check(CLUSTER_AREA, "nodes", OK, message)
 
 
 def overview_checks(overview: Overview) -> Iterator[Check]:
@@ -203,25 +199,25 @@ def overview_checks(overview: Overview) -> Iterator[Check]:
         return
     where = f"in namespace {overview.coordinator.namespace}, on {overview.coordinator.node_ip}"
     yield Check(CLUSTER_AREA, "coordinator", OK, f"It answers {where}.")
-    closed = []
-    ports = 0
-    for host in overview.hosts:
-        for what, address in (("queries", host.query_address), ("tasks", host.address.rpartition("//")[2])):
-            if address:
-                ports += 1
-                failure = unreachable(address)
-                if failure is not None:
-                    closed.append(f"{address} of {host.host_id} (for {what}): {failure}")
+    ports = [
+        (what, address, host.host_id)
+        for host in overview.hosts
+        for what, address in (("queries", host.query_address), ("tasks", host.address.rpartition("//")[2]))
+        if address
+    ]
+    closed = [
+        f"{address} of {host_id} (for {what}): {failure}"
+        for what, address, host_id in ports
+        if (failure := unreachable(address)) is not None
+    ]
     if closed:
         remedy = "Open these ports in firewalls and network policies; query_port= fixes the port for queries."
         yield Check(CLUSTER_AREA, "ports", ERROR, "; ".join(closed), remedy)
     elif ports:
-        yield Check(
-            CLUSTER_AREA, "ports", OK, f"{ports} ports of {len(overview.hosts)} hosts can be reached from here."
-        )
+        message = f"{len(ports)} ports of {len(overview.hosts)} hosts can be reached from here."
+        yield Check(CLUSTER_AREA, "ports", OK, message)
     for fault in overview.faults:
-        status = fault.severity
-        yield Check(CLUSTER_AREA, fault.kind, status, f"{fault.subject}: {fault.what}", fault.remedy)
+        yield Check(CLUSTER_AREA, fault.kind, fault.severity, f"{fault.subject}: {fault.what}", fault.remedy)
 
 
 def unreachable(address: str) -> str | None:
@@ -255,13 +251,9 @@ def python_check() -> Iterator[Check]:
     yield Check(MACHINE_AREA, "python", OK if is_known else ERROR, f"Python {version} at {sys.executable}", remedy)
     workers = os.environ.get("PYSPARK_PYTHON")
     if workers and Path(workers).exists() and Path(workers).resolve() != Path(sys.executable).resolve():
-        yield Check(
-            MACHINE_AREA,
-            "pyspark-python",
-            WARNING,
-            f"PYSPARK_PYTHON is {workers}, another Python than this one.",
-            "Spark's workers need this project's packages: let PYSPARK_PYTHON name the Python of this environment.",
-        )
+        found = f"PYSPARK_PYTHON is {workers}, another Python than this one."
+        remedy = "Spark's workers need this project's packages: let PYSPARK_PYTHON name the Python of this environment."
+        yield Check(MACHINE_AREA, "pyspark-python", WARNING, found, remedy)
 
 
 def package_checks() -> Iterator[Check]:
@@ -277,13 +269,8 @@ def package_checks() -> Iterator[Check]:
             wrong.append(f"{needed.name} {version or 'is missing'} (needed: {needed.specifier or 'any version'})")
     versions = ", ".join(f"{name} {installed(name)}" for name in (PACKAGE, "ray", "pyspark", "raydp", "pyarrow"))
     if wrong:
-        yield Check(
-            MACHINE_AREA,
-            "packages",
-            ERROR,
-            "; ".join(wrong),
-            f"Install them: pip install --upgrade '{PACKAGE}[cluster,spark]'.",
-        )
+        remedy = f"Install them: pip install --upgrade '{PACKAGE}[cluster,spark]'."
+        yield Check(MACHINE_AREA, "packages", ERROR, "; ".join(wrong), remedy)
     else:
         yield Check(MACHINE_AREA, "packages", OK, versions)
     yield from pair_checks(installed("pyspark") or "", installed("raydp") or "")
@@ -292,16 +279,12 @@ def package_checks() -> Iterator[Check]:
 def pair_checks(pyspark: str, raydp: str) -> Iterator[Check]:
     """Check whether the versions of Spark and RayDP work together. ``attach`` needs no RayDP."""
     if not pyspark or not SUPPORTED_SPARK.contains(pyspark):
-        yield Check(
-            MACHINE_AREA,
-            "spark-version",
-            WARNING,
-            f"pyspark {pyspark or '(missing)'} is not tested; the tested versions are {SUPPORTED_SPARK}.",
-            "pip install 'ray-statestore[spark]', unless your platform brings its own PySpark.",
-        )
-    remedy = remedy_of_pair(raydp, pyspark) if raydp and pyspark else None
-    if remedy is not None:
-        yield Check(MACHINE_AREA, "raydp-version", ERROR, f"RayDP {raydp} does not run Spark {pyspark}.", f"{remedy}.")
+        found = f"pyspark {pyspark or '(missing)'} is not tested; the tested versions are {SUPPORTED_SPARK}."
+        remedy = "pip install 'ray-statestore[spark]', unless your platform brings its own PySpark."
+        yield Check(MACHINE_AREA, "spark-version", WARNING, found, remedy)
+    pair = remedy_of_pair(raydp, pyspark) if raydp and pyspark else None
+    if pair is not None:
+        yield Check(MACHINE_AREA, "raydp-version", ERROR, f"RayDP {raydp} does not run Spark {pyspark}.", f"{pair}.")
 
 
 def installed(name: str) -> str | None:
@@ -358,9 +341,8 @@ def _wrong_settings(settings: Mapping[str, str]) -> Iterator[Check]:
         yield check(MIN_BATCHES_CONF, WARNING, "No earlier version can be read or restored: keep 100, or at least 2.")
     location = settings.get(STATE_LOCATION_CONF, "")
     if location and not location.startswith("/") and "://" not in location:
-        yield check(
-            STATE_LOCATION_CONF, ERROR, "Give an absolute path or a URL, which means the same on every machine."
-        )
+        remedy = "Give an absolute path or a URL, which means the same on every machine."
+        yield check(STATE_LOCATION_CONF, ERROR, remedy)
     cores = settings.get("spark.task.cpus", "1")
     if cores.isdigit() and int(cores) > 1:
         remedy = "Each state task takes this many cores: fewer partitions run at once. 1 is usual."
@@ -439,19 +421,16 @@ def _written(storage: CheckpointStorage, path: str) -> Iterator[Check]:
     except FileExistsInStorageError:
         yield Check(STORAGE_AREA, "create-if-absent", OK, f"{where} refuses to create a file twice.")
     else:
-        yield Check(
-            STORAGE_AREA,
-            "create-if-absent",
-            ERROR,
-            f"{where} lets a second writer replace a file that it should only create.",
+        found = f"{where} lets a second writer replace a file that it should only create."
+        remedy = (
             "Two drivers could both own a query: use a storage with conditional writes (local disk, HDFS, S3, "
-            "Google Cloud Storage, Azure); for an S3 look-alike turn conditional PUT (If-None-Match) on.",
+            "Google Cloud Storage, Azure); for an S3 look-alike turn conditional PUT (If-None-Match) on."
         )
+        yield Check(STORAGE_AREA, "create-if-absent", ERROR, found, remedy)
         return
     if storage.get(path) != b"first":
-        yield Check(
-            STORAGE_AREA, "read", ERROR, f"{where} gives other bytes than were written.", "Do not use this storage."
-        )
+        found = f"{where} gives other bytes than were written."
+        yield Check(STORAGE_AREA, "read", ERROR, found, "Do not use this storage.")
     elif path not in (name for name, _ in storage.list(DOCTOR_PROBE)):
         remedy = "Manifests are found by listing: use a storage whose listings are consistent."
         yield Check(STORAGE_AREA, "list", ERROR, f"A new file is not listed at {where}.", remedy)

@@ -75,7 +75,6 @@ class JobRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended in any way."""
         return self.status in (JOB_SUCCEEDED, JOB_STOPPED, JOB_FAILED)
 
 
@@ -107,11 +106,9 @@ class Stop:
         signal.signal(number, signal.SIG_DFL)
 
     def sent(self) -> int | None:
-        """Return the received signal, or None."""
         return self._signal
 
     def wait(self, seconds: float) -> None:
-        """Wait ``seconds``, or until a signal comes."""
         self._set.wait(seconds)
 
 
@@ -231,7 +228,6 @@ class Supervisor:
             return answer
 
     def _end(self, number: int) -> int:
-        """End the run because of a signal."""
         sent, name = self._stop.sent() or signal.SIGTERM, self._jobs.named(number)
         self._say(f"{signal.Signals(sent).name}: stopping {name}.")
         try:
@@ -391,7 +387,6 @@ def runtime_env_of(name: str, working_dir: Path | None, env: list[str]) -> dict[
 
 
 def _say(text: str) -> None:
-    """Print a line of the supervisor on stderr, separate from the program's output."""
     print(f"statestore run: {text}", file=sys.stderr, flush=True)
 
 
@@ -460,12 +455,8 @@ class RayJobs:
         """Start a run, unless there is one of that number. Raises ``NotOursError`` if the cluster refuses."""
         metadata = {NAME_KEY: self._name, COMMAND_KEY: command}
         try:
-            self._client().submit_job(
-                entrypoint=command,
-                submission_id=self.named(number),
-                runtime_env=dict(self._runtime_env),
-                metadata=metadata,
-            )
+            environment, job = dict(self._runtime_env), self.named(number)
+            self._client().submit_job(entrypoint=command, submission_id=job, runtime_env=environment, metadata=metadata)
         except (ConnectionError, requests.RequestException) as error:
             self._away(error)
         except (AuthenticationError, RuntimeError, ValueError) as error:

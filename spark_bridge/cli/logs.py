@@ -48,9 +48,8 @@ def log_files(namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile
     # Without an address Ray refuses if a machine has several heads.
     address = ray.get_runtime_context().gcs_address
     try:
-        if {node["NodeID"] for node in ray.nodes()}.isdisjoint(
-            node.node_id for node in list_nodes(address, limit=10_000)
-        ):
+        of_dashboard = {node.node_id for node in list_nodes(address, limit=10_000)}
+        if of_dashboard.isdisjoint(node["NodeID"] for node in ray.nodes()):
             raise EnvironmentProblemError(
                 f"The dashboard that the Ray cluster at {address} names is that of another Ray cluster. The "
                 "dashboard of this cluster has its logs: start the head node with Ray's dashboard (ray[default])."
@@ -65,12 +64,11 @@ def log_files(namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile
 def _log_files(address: str, namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile], list[str]]:
     from ray.util.state import list_actors, list_jobs
 
+    of_namespace = ("ray_namespace", "=", namespace)
     actors = [
         actor
         for name in (COORDINATOR_ACTOR, HOST_ACTOR)
-        for actor in list_actors(
-            address, filters=[("class_name", "=", name), ("ray_namespace", "=", namespace)], limit=10_000, detail=True
-        )
+        for actor in list_actors(address, filters=[("class_name", "=", name), of_namespace], limit=10_000, detail=True)
     ]
     jobs = {job.job_id: job for job in list_jobs(address, limit=10_000)}
     files, missing, drivers = list[LogFile](), list[str](), set[str]()
@@ -229,10 +227,7 @@ def names_of(query: Query | LostDriver) -> tuple[str, ...]:
 
 
 def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[str]) -> list[LogEvent]:
-    """Return the events of all logs that have one of the names (none: all events), by time.
-
-    Logs that cannot be read are added to ``missing``.
-    """
+    """Return the events with one of the names (none: all), by time. ``missing`` gets the logs that cannot be read."""
     wanted = [re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])") for name in names]
     selected: list[LogEvent] = []
     for file in files:

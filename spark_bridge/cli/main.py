@@ -19,11 +19,7 @@ from spark_bridge.cli.output import FAILED, complain
 
 log = logging.getLogger(__name__)
 
-app = typer.Typer(
-    name="statestore",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="statestore", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 class Backend(str, Enum):

@@ -103,9 +103,8 @@ def hosts_view(hosts: Iterable[model.HostOverview]) -> Table:
 
 
 def _memory(host: model.HostOverview) -> str:
-    used_bytes = sum(n for name, n in host.memory.items() if name != "host_memory")
     budget = host.memory.get("host_memory")
-    return f"{model.size(used_bytes)} of {model.size(budget)}" if budget else ""
+    return f"{model.size(host.used_bytes)} of {model.size(budget)}" if budget else ""
 
 
 def loads_view(hosts: Iterable[model.HostOverview]) -> RenderableType:

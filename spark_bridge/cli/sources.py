@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -199,10 +199,7 @@ CoordinatorName = Annotated[str, typer.Option("--coordinator", help="The name of
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint if one is named, else a cluster. ``tls`` is for the connections to its hosts.
-
-    ``damages`` describes damage in storage that was skipped.
-    """
+    """A checkpoint if one is named, else a cluster. ``damages`` has the damage in storage that was skipped."""
 
     checkpoint: str | None = None
     state_location: str | None = None
@@ -235,10 +232,7 @@ class Source:
             yield
 
     def overview(self) -> Overview:
-        """Return the overview as it is now, within ``joined``.
-
-        Raises what ``overview_of_checkpoint`` and ``cluster_overview`` raise.
-        """
+        """Return the overview, within ``joined``. Raises as ``overview_of_checkpoint``, ``cluster_overview`` do."""
         if self.checkpoint is not None:
             overview = overview_of_checkpoint(self.checkpoint, self.state_location, self.options)
             self.damages[:] = [what for query in overview.queries for what in query.damages]
@@ -258,19 +252,20 @@ class Source:
 
         A cluster is asked without Ray if ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` name a host and a token.
         """
-        with ExitStack() as stack:
-            yield stack.enter_context(self._opened(stack))
-
-    def _opened(self, stack: ExitStack) -> QueryableStateClient:
         if self.checkpoint is not None:
             from spark_bridge.state_data.checkpoint_client import client_of_path
 
             where = (self.checkpoint, self.state_location, self.options)
-            return stack.enter_context(client_of_path(*where, progress=complain, damaged=self.damages.append))
-        if from_environment(None, None)[0] is not None:
-            return QueryableStateClient.connect(tls=self.tls)
-        stack.enter_context(joined_ray(self.address, self.namespace))
-        return QueryableStateClient.connect(self.namespace, self.coordinator, tls=self.tls)
+            with client_of_path(*where, progress=complain, damaged=self.damages.append) as client:
+                yield client
+            return
+        # With an address in the environment, the client does not ask the coordinator.
+        in_ray = from_environment(None, None)[0] is None
+        with (
+            self.joined() if in_ray else nullcontext(),
+            QueryableStateClient.connect(self.namespace, self.coordinator, tls=self.tls) as client,
+        ):
+            yield client
 
 
 def _source(
@@ -287,11 +282,6 @@ def _source(
 ) -> Source:
     tls = tls_of(tls_ca, tls_certificate, tls_key, tls_server_name)
     return Source(checkpoint, state_location, tuple(storage_option or ()), address, namespace, coordinator, tls)
-
-
-def with_state_source(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command as ``with_source`` does, of one that asks hosts for state, which may use TLS."""
-    return with_source(command, has_tls=True)
 
 
 def with_source(command: Callable[..., None], has_tls: bool = False) -> Callable[..., None]:
@@ -323,6 +313,10 @@ def with_source(command: Callable[..., None], has_tls: bool = False) -> Callable
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+with_state_source = functools.partial(with_source, has_tls=True)
+"""That of a command that asks hosts for state, which may use TLS."""
 
 
 # Keys and conditions as people type them on a command line.

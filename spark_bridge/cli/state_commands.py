@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from enum import Enum
@@ -193,9 +194,7 @@ def sql(
 
 @contextmanager
 def _sql_explained(limits: SqlLimits) -> Iterator[None]:
-    """Raise ``RequestError`` for statements that DuckDB refuses. Raises ``EnvironmentProblemError`` if DuckDB is not
-    installed.
-    """
+    """Raise ``RequestError`` for refused statements, and ``EnvironmentProblemError`` without DuckDB."""
     duckdb = import_duckdb()
     try:
         yield
@@ -240,7 +239,8 @@ def watch(
         try:
             watched = client.watch(operator, keys, state=state, query=query, from_version=from_version, timeout=wait)
             with closing(watched), suppress(KeyboardInterrupt):
-                for number, row in enumerate(_changed(watched), 1):
+                rows = (row for change in watched for row in rows_to_json(change.batch))
+                for number, row in enumerate(rows, 1):
                     typer.echo(output.json_line(row) if as_json else output.visible(_line(row)))
                     if number == changes:
                         break
@@ -315,11 +315,6 @@ def _settings(file: Path) -> dict[str, str]:
     return settings
 
 
-def _changed(watched: Any) -> Iterator[dict[str, Any]]:
-    for change in watched:
-        yield from rows_to_json(change.batch)
-
-
 def _line(row: dict[str, Any]) -> str:
     """Return one change for people: its version, the key, and the columns that are other than before."""
     version, kind = row.pop("version"), row.pop(CHANGE_TYPE)
@@ -360,14 +355,13 @@ def diff(
         source.client() as client,
         client.diff(operator, first, last, state=state, query=query) as rows,
     ):
-        counts = dict.fromkeys(CHANGE_WORDS.values(), 0)
+        counts = Counter(dict.fromkeys(CHANGE_WORDS.values(), 0))
 
         def counted() -> Iterator[pa.RecordBatch]:
             for batch in rows:
-                kinds = pa.array([CHANGE_WORDS[kind] for kind in batch.column(0).to_pylist()], pa.string())
-                for kind in CHANGE_WORDS.values():
-                    counts[kind] += sum(one == kind for one in kinds.to_pylist())
-                yield batch.set_column(0, CHANGE_TYPE, kinds)
+                words = [CHANGE_WORDS[kind] for kind in batch.column(0).to_pylist()]
+                counts.update(words)
+                yield batch.set_column(0, CHANGE_TYPE, pa.array(words, pa.string()))
 
         about = {"operator": operator, "from_version": rows.from_version, "to_version": rows.to_version}
         if summary:
@@ -443,10 +437,7 @@ def take_over_query(
         make_stream = _function_at(program)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers of a local Spark import this package too
     quiet = {"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false", "spark.ui.enabled": "false"}
-    builder = SparkSession.builder.appName("statestore take-over")
-    for name, value in quiet.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
+    spark = SparkSession.builder.appName("statestore take-over").config(map=quiet).getOrCreate()
     if not ray.is_initialized():
         ray.init(logging_level="ERROR", log_to_driver=False)
     with output.errors_explained():

@@ -53,22 +53,13 @@ ALIVE = "ALIVE"
 def process_faults(overview: Overview) -> Iterator[Fault]:
     """Yield the faults of hosts, coordinator and storage."""
     if overview.source == CLUSTER and overview.queries and not overview.hosts:
-        yield Fault(
-            ERROR,
-            "no-hosts",
-            "hosts",
-            "No host is registered with the coordinator: no batch can continue.",
-            "Look at the driver: hosts are started by init_spark and attach, and end with it.",
-        )
+        what = "No host is registered with the coordinator: no batch can continue."
+        remedy = "Look at the driver: hosts are started by init_spark and attach, and end with it."
+        yield Fault(ERROR, "no-hosts", "hosts", what, remedy)
     coordinator = overview.coordinator
     for problem in () if coordinator is None else coordinator.problems:
-        yield Fault(
-            WARNING,
-            "placement",
-            "hosts",
-            problem,
-            "Batches continue, but data travels further than necessary until hosts run beside executors again.",
-        )
+        remedy = "Batches continue, but data travels further than necessary until hosts run beside executors again."
+        yield Fault(WARNING, "placement", "hosts", problem, remedy)
     if coordinator is not None:
         yield from _restarted(COORDINATOR_PROCESS, coordinator, "Queries continue from their manifests")
         for lost in coordinator.lost:
@@ -91,14 +82,12 @@ def process_faults(overview: Overview) -> Iterator[Fault]:
 def _of_loops(loops: Sequence[LoopFailures]) -> Iterator[Fault]:
     for loop in loops:
         if loop.failures >= MIN_LOOP_FAILURES:
-            yield Fault(
-                WARNING,
-                "background-loop-fails",
-                loop.process,
+            what = (
                 f"A background loop has failed {loop.failures} consecutive times, for {duration(loop.failing_ms)}, to "
-                f"{loop.what}. The last error: {for_people(loop.error, LONGEST_REASON).rstrip('.')}.",
-                loop.remedy or "Look at the log of that process.",
+                f"{loop.what}. The last error: {for_people(loop.error, LONGEST_REASON).rstrip('.')}."
             )
+            remedy = loop.remedy or "Look at the log of that process."
+            yield Fault(WARNING, "background-loop-fails", loop.process, what, remedy)
 
 
 def _of_host(host: HostOverview) -> Iterator[Fault]:
@@ -114,35 +103,19 @@ def _of_host(host: HostOverview) -> Iterator[Fault]:
     elif not host.answered and host.heartbeat_ms is None:
         yield _lost(host, subject)
     elif not host.answered:
-        yield Fault(
-            WARNING,
-            "host-not-answering",
-            subject,
-            "It sends heartbeats and has not described itself in time.",
-            "It may be loading state or be starved of CPU: look at its machine, and try again.",
-        )
+        what = "It sends heartbeats and has not described itself in time."
+        remedy = "It may be loading state or be starved of CPU: look at its machine, and try again."
+        yield Fault(WARNING, "host-not-answering", subject, what, remedy)
     elif host.heartbeat_ms is None:
-        yield Fault(
-            WARNING,
-            "host-unknown",
-            subject,
-            "It is there, and the coordinator does not know it (yet).",
-            "A host registers within seconds; if it stays so, look at its actor's log.",
-        )
+        what = "It is there, and the coordinator does not know it (yet)."
+        remedy = "A host registers within seconds; if it stays so, look at its actor's log."
+        yield Fault(WARNING, "host-unknown", subject, what, remedy)
     yield from _restarted(subject, host, "Its partitions are loaded again, and batches continue")
-    budget, used_bytes = (
-        host.memory.get("host_memory"),
-        sum(n for name, n in host.memory.items() if name != "host_memory"),
-    )
-    if budget and used_bytes > budget:
-        yield Fault(
-            WARNING,
-            "host-memory",
-            subject,
-            f"It holds {used_bytes:,} bytes of its {budget:,}.",
-            "Give hosts more memory (host_memory), or spread the partitions over more hosts.",
-        )
-
+    budget = host.memory.get("host_memory")
+    if budget and host.used_bytes > budget:
+        what = f"It holds {host.used_bytes:,} bytes of its {budget:,}."
+        remedy = "Give hosts more memory (host_memory), or spread the partitions over more hosts."
+        yield Fault(WARNING, "host-memory", subject, what, remedy)
     evicted_seconds = host.disk.get("evicted_seconds")
     if evicted_seconds is not None and evicted_seconds < EVICTION_SECONDS:
         yield Fault(
@@ -157,22 +130,16 @@ def _of_host(host: HostOverview) -> Iterator[Fault]:
 
 def _lost(host: HostOverview, subject: str) -> Fault:
     if host.actor_state is None:
-        return Fault(
-            WARNING,
-            "host-lost",
-            subject,
-            "The coordinator has given it up, and Ray does not report the state of its actor.",
-            "'ray list actors' shows it. Other hosts serve its partitions.",
-        )
+        what = "The coordinator has given it up, and Ray does not report the state of its actor."
+        remedy = "'ray list actors' shows it. Other hosts serve its partitions."
+        return Fault(WARNING, "host-lost", subject, what, remedy)
     if host.actor_state != ALIVE:
-        return Fault(
-            WARNING,
-            "host-starting",
-            subject,
-            f"Its process has ended, and Ray has not started it again yet (state: {host.actor_state}).",
+        what = f"Its process has ended, and Ray has not started it again yet (state: {host.actor_state})."
+        remedy = (
             "Other hosts serve its partitions. If it stays so, Ray finds no place for it: 'ray status' shows "
-            "the requested and the available resources.",
+            "the requested and the available resources."
         )
+        return Fault(WARNING, "host-starting", subject, what, remedy)
     return Fault(
         ERROR,
         "host-lost",
@@ -188,14 +155,12 @@ def _restarted(subject: str, process: HostOverview | CoordinatorInfo, goes_on: s
     if not process.restarts or process.up_ms is None or process.up_ms > RECENT_RESTART_MS:
         return
     times = "once" if process.restarts == 1 else f"{process.restarts} times"
-    yield Fault(
-        WARNING,
-        "process-restarted",
-        subject,
-        f"Its process has ended, and Ray started it again {duration(process.up_ms)} ago ({times} so far).",
+    what = f"Its process has ended, and Ray started it again {duration(process.up_ms)} ago ({times} so far)."
+    remedy = (
         f"{goes_on} by themselves. Look for why it ended: Ray's memory monitor or the system's out-of-memory killer "
-        "(dmesg), a machine that went away, the last lines of its log ('statestore logs').",
+        "(dmesg), a machine that went away, the last lines of its log ('statestore logs')."
     )
+    yield Fault(WARNING, "process-restarted", subject, what, remedy)
 
 
 # -- storage -----------------------------------------------------------------------------------
@@ -225,8 +190,11 @@ class _Seen:
 
 
 def _of_storage(overview: Overview) -> Iterator[Fault]:
+    processes = [(host.host_id, host.storage_trouble) for host in overview.hosts]
+    if overview.coordinator is not None:
+        processes.insert(0, ("the coordinator", overview.coordinator.storage_trouble))
     seen: dict[str, _Seen] = {}
-    for name, troubles in _processes(overview):
+    for name, troubles in processes:
         for one in troubles:
             at = seen.setdefault(one.location, _Seen(one.location, [], []))
             at.by.append(name)
@@ -242,13 +210,6 @@ def _of_storage(overview: Overview) -> Iterator[Fault]:
                 "network? Requests are retried for a time; batches continue by themselves once storage answers. Start "
                 "a query again if these errors have ended it.",
             )
-
-
-def _processes(overview: Overview) -> Iterator[tuple[str, Sequence[LocationTrouble]]]:
-    if overview.coordinator is not None:
-        yield "the coordinator", overview.coordinator.storage_trouble
-    for host in overview.hosts:
-        yield host.host_id, host.storage_trouble
 
 
 def _told(seen: _Seen) -> Iterator[str]:
@@ -293,9 +254,7 @@ MAX_TIME_SKEW = 5.0
 MIN_SKEWED_MS = 1_000
 """A partition whose batch takes less time slows nothing down."""
 SLOW_STORAGE_MS = 1_000
-"""Storage is slow if the slowest changelog of a usual batch and its manifest take at least this long, and half the
-batch.
-"""
+"""Storage is slow if a usual batch's slowest changelog and its manifest take this long, and half the batch."""
 CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
 SILENT_DRIVER_MS = 10_000
 """A driver's heartbeats come every second."""
@@ -346,30 +305,20 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
         )
     if query.status == ENDED and query.failure:
         ago = "" if query.ended_ms is None else f" {duration(max(0, overview.taken_ms - query.ended_ms))} ago"
-        yield Fault(
-            ERROR,
-            "query-failed",
-            subject,
-            f"The query has ended{ago} with an error: {query.failure}",
+        what = f"The query has ended{ago} with an error: {query.failure}"
+        remedy = (
             "Fix the cause of the error, and start the query again: it continues after version "
-            f"{query.completed_version}, and nothing is lost. Until then its last version stays readable.",
+            f"{query.completed_version}, and nothing is lost. Until then its last version stays readable."
         )
+        yield Fault(ERROR, "query-failed", subject, what, remedy)
     if query.status != RUNNING and query.replaced_by is not None:
-        yield Fault(
-            WARNING,
-            "run-replaced",
-            subject,
-            f"Run {query.run_id} was replaced by run {query.replaced_by} on the same checkpoint.",
-            "Stop the older one: only the newer one may continue.",
-        )
+        what = f"Run {query.run_id} was replaced by run {query.replaced_by} on the same checkpoint."
+        remedy = "Stop the older one: only the newer one may continue."
+        yield Fault(WARNING, "run-replaced", subject, what, remedy)
     if query.completed_version > query.prepared_version:
-        yield Fault(
-            ERROR,
-            "version-missing",
-            subject,
-            f"Spark has committed version {query.completed_version}, and no manifest in storage has it.",
-            "Start the query: it recovers the data that its hosts have stored, or names the missing files.",
-        )
+        what = f"Spark has committed version {query.completed_version}, and no manifest in storage has it."
+        remedy = "Start the query: it recovers the data that its hosts have stored, or names the missing files."
+        yield Fault(ERROR, "version-missing", subject, what, remedy)
     if query.damages:
         yield _damaged(query, subject)
     if query.status not in AT_WORK:
@@ -377,15 +326,13 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
     recent = query.checkpoints[-RECENT_CHECKPOINTS:]
     retried = [c for c in recent if c.retried]
     if retried:
-        yield Fault(
-            WARNING,
-            "retried-tasks",
-            subject,
-            f"In {len(retried)} of the last {len(recent)} checkpoints tasks have committed more than once.",
+        what = f"In {len(retried)} of the last {len(recent)} checkpoints tasks have committed more than once."
+        remedy = (
             "Look at Spark's UI for failed or speculative tasks of these batches: "
             + ", ".join(str(c.version - 1) for c in retried[-3:])
-            + ".",
+            + "."
         )
+        yield Fault(WARNING, "retried-tasks", subject, what, remedy)
     yield from _slow_storage(recent[-RECENT_STORED:], subject)
     given_up = [g for g in query.given_up if overview.taken_ms - g.begun_ms < RECENT_MS]
     if query.status == RUNNING and given_up:
@@ -459,14 +406,11 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
     limit = max(MIN_LATE_MS, LATE_INTERVALS * usual)
     if query.batch_ms > limit:
         waits_for, remedy = awaited(query)
-        yield Fault(
-            ERROR,
-            "checkpoint-late",
-            subject,
+        what = (
             f"The batch that makes version {query.completed_version + 1} runs for {query.batch_ms / 1000:.0f} s; "
-            f"usually a version comes every {usual / 1000:.1f} s. {waits_for}",
-            remedy,
+            f"usually a version comes every {usual / 1000:.1f} s. {waits_for}"
         )
+        yield Fault(ERROR, "checkpoint-late", subject, what, remedy)
 
 
 def awaited(query: Query) -> tuple[str, str]:
@@ -546,13 +490,9 @@ def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
     yield from _of_copies(query, operator, subject)
     unowned = [p.partition for p in operator.partitions if p.owner is None]
     if query.status == RUNNING and query.completed_version and unowned:
-        yield Fault(
-            WARNING,
-            "not-loaded",
-            subject,
-            f"{len(unowned)} of {operator.num_partitions} partitions are held by no host that has answered.",
-            "They are loaded when a task or a client asks for them; if they stay so, look at the hosts.",
-        )
+        what = f"{len(unowned)} of {operator.num_partitions} partitions are held by no host that has answered."
+        remedy = "They are loaded when a task or a client asks for them; if they stay so, look at the hosts."
+        yield Fault(WARNING, "not-loaded", subject, what, remedy)
 
 
 def _slow_partition(operator: Operator, subject: str) -> Iterator[Fault]:

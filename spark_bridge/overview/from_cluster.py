@@ -28,6 +28,17 @@ Description = Mapping[str, Any]
 _RECORDED = model.Checkpoint.__struct_fields__
 MAX_SCHEMAS = 1_000
 """The variables of at most this many schemas are kept from one look to the next."""
+_OF_HOST = (
+    *("host_id", "address", "node_id", "query_address", "incarnation", "pid", "memory", "row_cache", "disk"),
+    *("storage_requests", "requests", "restarts"),
+)
+_OF_QUERY = (
+    *("query_id", "run_id", "name", "checkpoint_location", "state_location", "epoch", "completed_version"),
+    *("prepared_version", "oldest_version", "failure", "is_mirror", "standby_replicas"),
+)
+_OF_LOST_DRIVER = ("query", "run_id", "checkpoint_location", "query_id", "state_location")
+_OF_LOOP = ("what", "failures", "error", "remedy")
+"""The fields that hosts and the coordinator name as the model does."""
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
 
 
@@ -68,7 +79,7 @@ class KnownCheckpoints:
         kept = range(query["oldest_version"], query["completed_version"] + 1)
         if records or is_all or kept != of_run.kept:
             by_id = {} if is_all else of_run.by_id
-            by_id = {**by_id, **{record["id"]: _checkpoint(record, False) for record in records}}
+            by_id = {**by_id, **{record["id"]: _checkpoint(record) for record in records}}
             of_run.by_id = {
                 i: one if one.is_kept == (one.version in kept) else structs.replace(one, is_kept=not one.is_kept)
                 for i, one in sorted(by_id.items())
@@ -120,14 +131,7 @@ def overview_of_cluster(
             _ms(coordinator.get("up_seconds")),
             _trouble(coordinator),
             tuple(
-                model.LostDriver(
-                    lost["query"],
-                    lost["run_id"],
-                    lost["checkpoint_location"],
-                    _ms(lost["at"]) or 0,
-                    lost["query_id"],
-                    lost["state_location"],
-                )
+                model.LostDriver(lost_ms=_ms(lost["at"]) or 0, **{name: lost[name] for name in _OF_LOST_DRIVER})
                 for lost in coordinator.get("lost", ())
             ),
             (
@@ -156,7 +160,7 @@ def _query(
     known: KnownCheckpoints,
     now_ms: int,
 ) -> model.Query:
-    run_id, completed = query["run_id"], query["completed_version"]
+    run_id = query["run_id"]
     if query["retired_by"] is not None:
         status = model.RETIRED
     else:
@@ -165,16 +169,8 @@ def _query(
     begun = query.get("batch_begun_ms") if status == model.RUNNING else None
     times = query.get("batch_times") or {}
     return model.Query(
-        query_id=query["query_id"],
-        run_id=run_id,
-        name=query["name"],
+        **{name: query[name] for name in _OF_QUERY if name in query},
         status=status,
-        checkpoint_location=query["checkpoint_location"],
-        state_location=query["state_location"],
-        epoch=query["epoch"],
-        completed_version=completed,
-        prepared_version=query["prepared_version"],
-        oldest_version=query["oldest_version"],
         operators=tuple(
             _operator(name, n, partitions.get((run_id, name), ()), query) for name, n in query["operators"].items()
         ),
@@ -186,13 +182,10 @@ def _query(
         watermark_ms=times.get("watermark_ms") or None,
         batch_time_ms=times.get("timestamp_ms") or None,
         ended_ms=_ms(query["ended_at"]),
-        failure=query.get("failure", ""),
         driver_ms=_ms(query.get("seconds_since_driver")),
         lag_ms=_ms(query.get("lag_seconds")) or 0,
-        is_mirror=query.get("is_mirror", False),
         watermark_rose_ms=_ms(query.get("watermark_rose_at")),
         input=None if query.get("input") is None else InputPace(**query["input"]),
-        standby_replicas=query.get("standby_replicas", 0),
         given_up=tuple(
             model.GivenUp(failed["id"], _ms(failed["trigger_timestamp"]) or 0, failed["reason"])
             for failed in stats.get("checkpoints", {}).get("failures", ())
@@ -200,10 +193,10 @@ def _query(
     )
 
 
-def _checkpoint(record: Description, is_kept: bool) -> model.Checkpoint:
+def _checkpoint(record: Description) -> model.Checkpoint:
     plain = {name: record[name] for name in _RECORDED if name in record}
     plain["steps"] = {name: StepTime(**step) for name, step in record["steps"].items()}
-    return model.Checkpoint(**plain, is_kept=is_kept)
+    return model.Checkpoint(**plain)
 
 
 def _operator(
@@ -278,22 +271,11 @@ def _hosts(
     leases = {lease["host_id"]: lease for lease in coordinator["hosts"]}
     overviews = [
         model.HostOverview(
-            host["host_id"],
-            host["address"],
-            host.get("node_id"),
-            host.get("query_address"),
-            host.get("incarnation"),
-            host.get("pid"),
+            **{name: host[name] for name in _OF_HOST if name in host},
             heartbeat_ms=_heartbeat(leases.get(host["host_id"])),
             partitions=len(host["partitions"]["partition"]),
-            memory=dict(host.get("memory", {})),
             counters={name: host[name] for name in _COUNTERS if name in host},
-            row_cache=dict(host.get("row_cache", {})),
-            disk=dict(host.get("disk", {})),
-            storage_requests=dict(host.get("storage_requests", {})),
-            requests=dict(host.get("requests", {})),
             loading=tuple(host.get("loading", ())),
-            restarts=host.get("restarts", 0),
             up_ms=_ms(host.get("up_seconds")),
             storage_trouble=_trouble(host),
             failing_loops=_failing(f"host {host['host_id']}", host.get("failing_loops", ()), now_ms),
@@ -329,12 +311,7 @@ def _ms(seconds: float | None) -> int | None:
 def _failing(process: str, loops: Iterable[Description], now_ms: int) -> tuple[model.LoopFailures, ...]:
     return tuple(
         model.LoopFailures(
-            process,
-            loop["what"],
-            max(0, now_ms - int(loop["since"] * 1000)),
-            loop["failures"],
-            loop["error"],
-            loop["remedy"],
+            process, failing_ms=max(0, now_ms - int(loop["since"] * 1000)), **{name: loop[name] for name in _OF_LOOP}
         )
         for loop in loops
     )

@@ -104,17 +104,18 @@ class HostOverview:
         return self.row_cache.get("hits", 0) / asked if asked else None
 
     @property
+    def used_bytes(self) -> int:
+        """Return the bytes of memory that are held, without the budget."""
+        return sum(nbytes for kind, nbytes in self.memory.items() if kind != "host_memory")
+
+    @property
     def machine(self) -> str:
-        """Return the IP address of its machine."""
         return self.address.rpartition("//")[2].rpartition(":")[0]
 
 
 @dataclass(frozen=True)
 class LostDriver:
-    """A query that was given up because its driver fell silent, and that has not restarted.
-
-    ``lost_ms`` is the time of the driver's last heartbeat.
-    """
+    """A query given up because its driver has been silent since ``lost_ms``, and that has not restarted."""
 
     query: str
     run_id: str
@@ -364,7 +365,6 @@ class Query:
 
     @property
     def title(self) -> str:
-        """Return the name of the query for people."""
         return self.name or self.query_id
 
 
@@ -395,6 +395,12 @@ class Overview:
         return queries[0]
 
 
+_SHOWN_IN_PART = (
+    *("query_id", "run_id", "name", "status", "epoch"),
+    *("completed_version", "prepared_version", "oldest_version", "readable"),
+)
+
+
 def overview_within(overview: Overview, scope: Scope) -> Overview:
     """Return the part of an overview that a token with ``scope`` may see: its operators, and their queries.
 
@@ -410,22 +416,8 @@ def overview_within(overview: Overview, scope: Scope) -> Overview:
         if scope.has_whole_queries and scope.allows_query(*names):
             queries.append(query)
         elif operators:
-            queries.append(
-                Query(
-                    query.query_id,
-                    query.run_id,
-                    query.name,
-                    query.status,
-                    "",
-                    "",
-                    query.epoch,
-                    query.completed_version,
-                    query.prepared_version,
-                    query.oldest_version,
-                    operators,
-                    readable=query.readable,
-                )
-            )
+            shown = {name: getattr(query, name) for name in _SHOWN_IN_PART}
+            queries.append(Query(**shown, checkpoint_location="", state_location="", operators=operators))
     subjects = {f"operator {o.name} of query {q.title}" for q in queries for o in q.operators}
     if scope.has_whole_queries:
         subjects |= {f"query {q.title}" for q in queries}
@@ -565,12 +557,15 @@ def query_pace(query: Query, now_ms: int) -> QueryPace:
     durations = [c.duration_ms for c in recent if c.duration_ms is not None]
     added = [c.delta_bytes for c in recent if c.delta_bytes is not None]
     newest = moments[-1] if moments else query.checkpoints[-1].prepared_ms if query.checkpoints else None
-    hottest = _hottest(query.operators)
+    # Without the wait for rows: a slow source would make any partition the hottest.
+    worked = [(p.work_ms, f"{o.name}/{p.partition}") for o in query.operators for p in o.partitions]
+    hottest_ms, hottest = max(((ms, name) for ms, name in worked if ms is not None), default=(None, None))
     interval = median(b - a for a, b in pairwise(moments)) if len(moments) > 1 else None
     freshness = _since(newest, now_ms)
     runs = query.status == RUNNING
     patience = USUAL_INTERVALS * (interval or 0)
     is_idle = runs and query.batch_ms is None and freshness is not None and freshness > max(IDLE_MS, patience)
+    backlog = None if query.input is None else query.input.backlog_rows
     stands = _since(query.watermark_rose_ms, now_ms) if runs and query.watermark_ms is not None else None
     return QueryPace(
         query.title,
@@ -585,18 +580,13 @@ def query_pace(query: Query, now_ms: int) -> QueryPace:
         bytes_per_checkpoint=sum(added) / len(added) if added else None,
         keys=_sum([o.keys for o in query.operators]),
         memory_bytes=_sum([o.memory_bytes for o in query.operators]),
-        hottest=None if hottest is None else hottest[1],
-        hottest_ms=None if hottest is None else hottest[0],
+        hottest=hottest,
+        hottest_ms=hottest_ms,
         is_idle=is_idle,
-        backlog_rows=_backlog(query, is_idle),
+        # An idle query has no rows in its sources, or Spark would have begun a batch. So an older backlog is over.
+        backlog_rows=0 if is_idle and backlog is not None else backlog,
         watermark_stands_ms=stands if stands is not None and stands > max(STANDING_MS, patience) else None,
     )
-
-
-def _backlog(query: Query, is_idle: bool) -> int | None:
-    backlog = None if query.input is None else query.input.backlog_rows
-    # An idle query has no rows in its sources, or Spark would have begun a batch. So an older backlog is over.
-    return backlog if backlog is None or not is_idle else 0
 
 
 def _since(moment_ms: int | None, now_ms: int) -> int | None:
@@ -609,12 +599,6 @@ def _rate(recent: Sequence[Checkpoint], moments: Sequence[int]) -> float | None:
         return None
     # The time begins at the first checkpoint, so its rows are left out.
     return sum(rows) * 1000 / (moments[-1] - moments[0])
-
-
-def _hottest(operators: Sequence[Operator]) -> tuple[float, str] | None:
-    # Without the wait for rows: a slow source would make any partition the hottest.
-    worked = [(ms, f"{o.name}/{p.partition}") for o in operators for p in o.partitions if (ms := p.work_ms) is not None]
-    return max(worked, default=None)
 
 
 def _sum(values: Sequence[int | None]) -> int | None:

@@ -254,7 +254,6 @@ class ClientConnection:
         return self._end > self._start or self._rest is not None
 
     def fileno(self) -> int:
-        """Return the socket's file descriptor, for ``poll``."""
         return self._sock.fileno()
 
     def _broken(self, error: OSError, *, begun: bool) -> NoReturn:
@@ -335,7 +334,6 @@ class ConnectionPool:
             return None
 
     def forget_one(self) -> None:
-        """Subtract one from the number of open connections."""
         with self.free:
             self.num_open -= 1
             self.free.notify()

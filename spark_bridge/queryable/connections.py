@@ -97,7 +97,6 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
             raise
 
     def finish(self) -> tuple[Reply, memoryview]:
-        """Wait for the answer, which is one frame."""
         reply, body = self._next_frame()
         self._release()
         if type(reply) is Failure:
@@ -210,7 +209,6 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
 
     @property
     def address(self) -> str:
-        """The address of the host that answers."""
         return self._connection.address
 
     def has_buffered(self) -> bool:
@@ -218,7 +216,6 @@ class KvExchange(Iterator[tuple[Reply, memoryview]]):
         return self._connection.has_buffered()
 
     def fileno(self) -> int:
-        """Return the socket's file descriptor, for ``poll``."""
         return self._connection.fileno()
 
 
@@ -292,14 +289,10 @@ class KvConnections:
     def request(
         self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None
     ) -> tuple[Reply, memoryview]:
-        """Send a request, and wait for its answer of one frame."""
         return self.begin(address, header, body, deadline).finish()
 
     def stream(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvExchange:
-        """Send a scan, whose frames are read by iteration.
-
-        ``deadline`` is for the first frame; each further frame may take ``timeout`` seconds.
-        """
+        """Send a scan. Its first frame comes before ``deadline``; each further frame may take ``timeout`` seconds."""
         if deadline is None:
             deadline = time.monotonic() + self.timeout
         return KvExchange(self, address, (header, body), deadline, self.timeout)
@@ -372,10 +365,7 @@ class KvConnections:
                 pass
 
     def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
-        """Return a new connection in place of one that the host has closed.
-
-        Close the idle ones too: the host has closed them as well.
-        """
+        """Return a new connection for one that the host has closed; close the idle ones, as the host has."""
         stale.close()
         while (connection := stale.pool.pop_idle()) is not None:
             connection.close()
@@ -383,7 +373,6 @@ class KvConnections:
         return self._opened(stale.pool, stale.address, deadline)
 
     def release(self, connection: ClientConnection) -> None:
-        """Make a connection free for other threads."""
         pool = connection.pool
         now = connection.used_at = time.monotonic()
         pool.idle.append(connection)
@@ -428,7 +417,6 @@ class KvConnections:
         return True
 
     def discard(self, connection: ClientConnection) -> None:
-        """Close a connection that cannot be used again."""
         connection.close()
         connection.pool.forget_one()
 

@@ -47,9 +47,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 RunId = Annotated[str, msgspec.Meta(max_length=256)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
-"""The name of an operator, query, state variable or column. The length is bounded because hosts remember names they
-were asked for.
-"""
+"""The name of an operator, query, state variable or column; bounded, because hosts remember asked names."""
 
 
 WATERMARK = "watermark"
@@ -186,10 +184,7 @@ class ChangesRequest(Struct, frozen=True, array_like=True, tag="changes"):
 
 
 class AwaitRequest(Struct, frozen=True, array_like=True, tag="await"):
-    """Wait until a version after ``after`` is completed, for ``seconds`` at most.
-
-    Answered by ``CountReply`` with the completed version.
-    """
+    """Wait ``seconds`` at most for a completed version after ``after``. Answered by ``CountReply`` with the version."""
 
     run_id: RunId
     after: Natural
@@ -201,10 +196,7 @@ class OperatorsRequest(Struct, frozen=True, array_like=True, tag="operators"):
 
 
 class DescribeRequest(Struct, frozen=True, array_like=True, tag="describe"):
-    """Ask for a description of this host and its answers; with ``forward`` of all hosts of the operator's query.
-
-    Answered by ``DescribeReply``.
-    """
+    """Ask what this host, with ``forward`` each host of the operator's query, has. Answered by ``DescribeReply``."""
 
     operator: Name | None = None
     query: Name | None = None
@@ -361,7 +353,6 @@ class FeaturesReply(Struct, frozen=True, array_like=True, tag="columns"):
 
     @property
     def version(self) -> int:
-        """Return the version of the first query."""
         return self.versions[0]
 
 
@@ -433,7 +424,6 @@ class FeatureAnswer:
     rows: list[list[Any]] | None = None
 
     def body(self) -> bytes | pa.Buffer:
-        """Return the body of the ``FeaturesReply``."""
         if self.rows is not None:
             return _encode(self.rows)
         return _encode(self.columns) if isinstance(self.columns, list) else self.columns.serialize()
@@ -517,10 +507,7 @@ class ServedReads(StateReads, Protocol):
         """Return one feature view, or all; of all, those that cannot be read now have a ``problem``."""
 
     def features(self, request: FeaturesRequest, keys: pa.BinaryArray | bytes) -> FeatureAnswer:
-        """Return the features of stored keys, or of one.
-
-        Raises ``StaleFeatureError``, and ``RetiredRunError`` if the view has another revision.
-        """
+        """Return features. Raises ``StaleFeatureError``, and ``RetiredRunError`` for another revision of the view."""
 
 
 # The decoder of rows that come over the wire (see ``RowsReply``).
@@ -544,10 +531,7 @@ class RowBatchDecoder:
         self.schema: pa.Schema | None = None
 
     def decode(self, body: memoryview | bytes) -> pa.RecordBatch | None:
-        """Return the rows of a body; None if it has only the schema.
-
-        Raises ``ConnectionClosedError`` for any other body.
-        """
+        """Return the rows of a body; None for the schema alone. Raises ``ConnectionClosedError`` for other bodies."""
         source = pa.BufferReader(pa.py_buffer(body))
         try:
             if self.schema is None:
@@ -634,10 +618,7 @@ def pack_one(key: bytes) -> bytes:
 
 
 def unpack_one(body: memoryview | bytes) -> bytes | None:
-    """Return the one value of a body; None for null.
-
-    Raises ``RequestError`` if the body has another number of values.
-    """
+    """Return the one value of a body; None for null. Raises ``RequestError`` for another number of values."""
     if len(body) >= 8:
         count, length = struct.unpack_from("<Ii", body)
         if count == 1 and len(body) == 8 + max(length, 0) and length >= _ABSENT:
@@ -683,10 +664,7 @@ def active_context(context: RequestContext) -> Iterator[None]:
 
 
 def raise_if_cancelled() -> None:
-    """Raise the context's error if the answer is no longer wanted.
-
-    Long work calls this between its pieces. A call costs almost nothing.
-    """
+    """Raise the context's error if the answer is no longer wanted. Long work calls this between pieces; it is cheap."""
     context = _of_thread.context
     if context is not None:
         context.raise_if_cancelled()
@@ -700,10 +678,7 @@ def before_slow_work() -> None:
 
 
 def reserve_memory(nbytes: int) -> None:
-    """Reserve memory for a part of an answer, before more is read.
-
-    Raises the context's error, as ``RequestLimitError``.
-    """
+    """Reserve memory for a part of an answer, before more is read. Raises the context's ``RequestLimitError``."""
     context = _of_thread.context
     if context is not None:
         context.reserve_memory(nbytes)

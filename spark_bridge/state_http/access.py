@@ -104,19 +104,9 @@ class MissingKeyError(exceptions.QueryableStateError):
 
 
 def problem(status: int, detail: str, error: str | None = None, **more: Any) -> dict[str, Any]:
-    """Return the body of an error.
-
-    ``error`` names the Python client's error class, so that programs can tell errors apart.
-    """
-    named = {} if error is None else {"error": error}
-    return {
-        "type": "about:blank",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": detail,
-        **named,
-        **more,
-    }
+    """Return the body of an error. ``error`` is the Python client's error class: programs tell errors apart by it."""
+    body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
+    return body | ({} if error is None else {"error": error}) | more
 
 
 def problem_of(error: Exception) -> dict[str, Any]:

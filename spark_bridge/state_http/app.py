@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -122,13 +121,6 @@ def create_app(
     statements = Statements(service.client, limits)
     watches = HttpWatches(service, verifier, limits)
 
-    @asynccontextmanager
-    async def running(_: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            if lifespan is not None:
-                await stack.enter_async_context(lifespan())
-            yield
-
     app = FastAPI(
         title="ray-statestore",
         summary="The state of running streams.",
@@ -136,7 +128,7 @@ def create_app(
         version="1",
         docs_url=None,
         redoc_url=None,
-        lifespan=running,
+        lifespan=None if lifespan is None else lambda _: lifespan(),
         responses=PROBLEMS,
         dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(HTTPBasic(auto_error=False))],
     )
@@ -146,11 +138,7 @@ def create_app(
         app.mount(PAGE, page)
         app.add_route("/", _index, include_in_schema=False)
 
-    @app.get(
-        "/v1/operators",
-        response_model=models.OperatorList,
-        summary="The operators of all running queries",
-    )
+    @app.get("/v1/operators", response_model=models.OperatorList, summary="The operators of all running queries")
     async def operators() -> Response:
         return _json(await service.operators())
 
@@ -308,21 +296,28 @@ def _wants_arrow(request: Request) -> bool:
 
 def _describe_problems(app: FastAPI) -> None:
     """Add to OpenAPI the models that no route declares; leave out FastAPI's own error, which no route returns."""
+
+    def describe(description: dict[str, Any], schemas: dict[str, Any]) -> None:
+        for model in (models.Problem, models.SqlColumn, models.SqlAnswer):
+            schemas[model.__name__] = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas[model.__name__].pop("$defs", None)  # they are schemas of the description themselves
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        for path in description["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+
+    _extend_openapi(app, describe)
+
+
+def _extend_openapi(app: FastAPI, extend: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Change the description of an application, and its schemas, when it is made."""
     make_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             description = make_openapi()
-            schemas = description.setdefault("components", {}).setdefault("schemas", {})
-            for model in (models.Problem, models.SqlColumn, models.SqlAnswer):
-                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-                schema.pop("$defs", None)  # they are schemas of the description themselves
-                schemas[model.__name__] = schema
-            for name in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(name, None)
-            for path in description["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
+            extend(description, description.setdefault("components", {}).setdefault("schemas", {}))
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -332,9 +327,7 @@ def _describe_problems(app: FastAPI) -> None:
 
 
 ANSWER_REUSE_SECONDS = 1.0
-"""TTL of a cached answer of coordinator and hosts, in seconds: with any number of callers, these are asked once a
-second.
-"""
+"""TTL of a cached answer in seconds: coordinator and hosts are asked once a second, for any number of callers."""
 
 
 def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:
@@ -361,11 +354,4 @@ def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], 
             encoded = await asyncio.to_thread(lambda: json_bytes(to_plain(overview_within(whole, scope))))
         return Response(encoded, media_type="application/json")
 
-    make_openapi = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        description = make_openapi()
-        description.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        return description
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    _extend_openapi(app, lambda _, schemas: schemas.update(components))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.csv as pacsv
@@ -281,33 +282,36 @@ PIECE_ROWS = 4096
 """At most this many rows are made into JSON at once, and sent as one piece."""
 
 
-class Body(Protocol):
+class Body(ABC):
     """Writes rows as the body of an answer."""
 
+    @abstractmethod
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the bytes of some rows."""
+        """Return the bytes of some rows, and before the first rows those of their columns."""
 
     def end(self) -> bytes:
         """Return the bytes after the last row."""
+        return b""
 
     def problem(self, error: Exception) -> bytes:
-        """Return the bytes in place of the rows that an error prevents."""
+        """Return the bytes in place of the rows that an error prevents.
+
+        CSV has no place for an error, and a stream of Arrow lacks its end, which readers notice: the connection is cut.
+        """
+        return b""
 
 
-class LinesBody:
+class LinesBody(Body):
     """A JSON object in each line."""
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
         return json_values.lines(batch)
 
-    def end(self) -> bytes:
-        return b""
-
     def problem(self, error: Exception) -> bytes:
         return json_values.json_bytes({"problem": problem_of(error)}) + b"\n"
 
 
-class DocumentBody:
+class DocumentBody(Body):
     """One JSON document: ``{"columns": [{"name", "type"}], "versions": {query id: version}, "times": ..., "rows"}``."""
 
     def __init__(self, schema: pa.Schema, versions: Mapping[str, int], times: Mapping[str, dt.datetime]) -> None:
@@ -318,7 +322,6 @@ class DocumentBody:
         self._next = head[:-1] + b',"rows":['
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the objects of some rows, and before the first rows the beginning of the array."""
         encoded = b",".join(map(json_values.json_bytes, json_values.rows_to_json(batch)))
         before, self._next = self._next, b"," if encoded else self._next
         return before + encoded if encoded else b""
@@ -327,14 +330,13 @@ class DocumentBody:
         return self._before_end() + b"]}"
 
     def problem(self, error: Exception) -> bytes:
-        """Return the end of the document, with the error."""
         return self._before_end() + b'],"problem":' + json_values.json_bytes(problem_of(error)) + b"}"
 
     def _before_end(self) -> bytes:
         return b"" if self._next == b"," else self._next
 
 
-class CsvBody:
+class CsvBody(Body):
     """CSV with a header line. Strings are quoted, null is an empty field, nested values are JSON."""
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -342,7 +344,6 @@ class CsvBody:
         self._schema = schema
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the lines of some rows, and before the first rows that of the names."""
         columns = [_csv_column(column) for column in batch.columns]
         table = pa.table(columns, names=distinct_names(self._schema.names))
         written = io.BytesIO()
@@ -353,10 +354,6 @@ class CsvBody:
     def end(self) -> bytes:
         """Return the header line, if there were no rows."""
         return b"" if self._is_begun else self.rows(pa.RecordBatch.from_pylist([], self._schema))
-
-    def problem(self, error: Exception) -> bytes:
-        """Return nothing: CSV has no place for an error; the connection is cut before the end of the body."""
-        return b""
 
 
 def _csv_column(column: pa.Array) -> pa.Array:
@@ -372,7 +369,7 @@ def _csv_column(column: pa.Array) -> pa.Array:
     )
 
 
-class ArrowBody:
+class ArrowBody(Body):
     """An Arrow IPC stream."""
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -380,17 +377,12 @@ class ArrowBody:
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._written, "w"), schema)
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the bytes of some rows; before the first rows the schema."""
         self._writer.write_batch(batch)
         return self._taken()
 
     def end(self) -> bytes:
         self._writer.close()
         return self._taken()
-
-    def problem(self, error: Exception) -> bytes:
-        """Return nothing: the stream lacks its end, which readers notice."""
-        return b""
 
     def _taken(self) -> bytes:
         content = self._written.getvalue()

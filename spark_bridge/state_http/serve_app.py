@@ -69,14 +69,13 @@ def build_http(settings: Settings) -> FastAPI:
     from spark_bridge.ui.app import create_ui
     from spark_bridge.ui.live import LiveSystem
 
-    port = RayCoordinatorPort(settings.namespace, settings.coordinator_name, COORDINATOR_SECONDS)
+    limits, place = settings.limits, (settings.namespace, settings.coordinator_name)
+    port = RayCoordinatorPort(*place, COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(port.call, namespace=settings.namespace)
     clients: list[AsyncQueryableStateClient] = []
 
     async def connect() -> AsyncQueryableStateClient:
-        client = await AsyncQueryableStateClient.connect(
-            settings.namespace, settings.coordinator_name, tls=settings.tls(), timeout=settings.limits.timeout
-        )
+        client = await AsyncQueryableStateClient.connect(*place, tls=settings.tls(), timeout=limits.timeout)
         clients.append(client)
         return client
 
@@ -90,20 +89,17 @@ def build_http(settings: Settings) -> FastAPI:
     checkpoints = KnownCheckpoints()
 
     def overview() -> Overview:
-        return cluster_overview(settings.namespace, settings.coordinator_name, OVERVIEW_SECONDS, checkpoints)
+        return cluster_overview(*place, OVERVIEW_SECONDS, checkpoints)
 
     def client_of_page() -> QueryableStateClient:
-        return QueryableStateClient.connect(
-            settings.namespace, settings.coordinator_name, tls=settings.tls(), timeout=settings.limits.timeout
-        )
+        return QueryableStateClient.connect(*place, tls=settings.tls(), timeout=limits.timeout)
 
-    limits = settings.limits
     page = create_ui(
         LiveSystem(settings.namespace, overview, client_of_page, port.call, settings.storage_options),
         tokens,
         sql_limits=SqlLimits(limits.sql_memory_bytes, limits.sql_threads, limits.sql_temp_bytes),
     )
-    application = create_app(connect, tokens, settings.limits, running, page)
+    application = create_app(connect, tokens, limits, running, page)
     add_overview(application, overview)
     return application
 

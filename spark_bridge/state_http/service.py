@@ -53,9 +53,7 @@ class VersionAndTime(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyShape:
-    """The columns of an operator's keys in their order, which of them is the window, and whether values are rolling
-    aggregates.
-    """
+    """An operator's key columns in their order, the window among them, and whether values are rolling aggregates."""
 
     schema: pa.Schema
     window: str | None
@@ -114,8 +112,7 @@ class StateService:
     def lag(self) -> float:
         """Return by how many seconds the last answer may be behind; 0.0 unless hosts follow a query and are late."""
         connecting = self._connecting
-        is_there = connecting is not None and connecting.done() and not connecting.cancelled()
-        if connecting is None or not is_there or connecting.exception() is not None:
+        if connecting is None or not connecting.done() or connecting.cancelled() or connecting.exception() is not None:
             return 0.0
         return connecting.result().lag_seconds
 
@@ -168,12 +165,8 @@ class StateService:
         client = await self.client()
         shape = await self.shape(operator, request.query, request.state)
         keys = await asyncio.to_thread(shape.of_json, request.keys)
-        named = {
-            "query": request.query,
-            "state": request.state,
-            "isolation": request.isolation.value,
-            "version": request.version,
-        }
+        named = {"query": request.query, "state": request.state, "version": request.version}
+        named["isolation"] = request.isolation.value
         version_and_time = await self._as_of(client, shape, operator, {**named, "at": request.at})
         table: pa.Table = await client.get_many(
             operator,
@@ -214,10 +207,7 @@ class StateService:
     async def scan(
         self, operator: str, request: models.ScanRequest, *, as_arrow: bool
     ) -> tuple[VersionAndTime, AsyncIterator[bytes]]:
-        """Return the version and the time of rolling aggregates, and the body in pieces; see the route.
-
-        A caller that stops early must close the iterator.
-        """
+        """Return version and time of rolling aggregates, and the pieces of the body, which a caller must close."""
         most = self.limits.max_rows
         if request.limit is not None and request.limit > most:
             raise RequestLimitError(f"limit={request.limit} is more than the {most} rows that a scan may give.")
@@ -235,16 +225,13 @@ class StateService:
         async with self._scans.slot():
             client = await self.client()
             shape = await self.shape(operator, request.query, request.state)
-            bounds = [
-                json_values.bound_of_json(value, shape.plain, name)
-                for name, value in (("prefix", request.prefix), ("start", request.start), ("end", request.end))
-            ]
+            bounds: dict[str, Any] = {
+                name: json_values.bound_of_json(getattr(request, name), shape.plain, name)
+                for name in ("prefix", "start", "end")
+            }
             rows = await client.scan(
                 operator,
                 request.state,
-                prefix=bounds[0],
-                start=bounds[1],
-                end=bounds[2],
                 # One row more than is allowed, to know whether there are more.
                 limit=self.limits.max_rows + 1 if request.limit is None else request.limit,
                 columns=request.columns,
@@ -252,8 +239,9 @@ class StateService:
                 query=request.query,
                 isolation=request.isolation.value,
                 version=request.version,
+                at=None if request.at is None else json_values.at_of_text(request.at),
                 timeout=self.limits.timeout,
-                **({} if request.at is None else {"at": json_values.at_of_text(request.at)}),
+                **bounds,
             )
             try:
                 body = models.ArrowBody(rows.schema) if as_arrow else models.LinesBody()
@@ -288,10 +276,7 @@ class StateService:
                 yield await asyncio.to_thread(body.rows, part)
 
     async def versions(self, operator: str, query: str | None) -> tuple[int, int, str]:
-        """Return the oldest version that is kept, the last completed one, and the run.
-
-        Raises ``UnknownOperatorError``.
-        """
+        """Return the oldest version kept, the last completed one, and the run. Raises ``UnknownOperatorError``."""
         description = _found(await (await self.client()).operators(), operator, query)
         return description["oldest_version"], description["completed_version"], description["run_id"]
 
@@ -312,14 +297,9 @@ class StateService:
 
 
 def _found(operators: list[dict[str, Any]], operator: str, query: str | None) -> dict[str, Any]:
-    """Return the description of an operator. Raises ``UnknownOperatorError``."""
     for description in operators:
-        if description["operator"] == operator and query in (
-            None,
-            description["query_name"],
-            description["query_id"],
-            description["run_id"],
-        ):
+        names = (None, description["query_name"], description["query_id"], description["run_id"])
+        if description["operator"] == operator and query in names:
             return description
     raise UnknownOperatorError(f"No running query has an operator {operator!r} any more.")
 
@@ -396,9 +376,8 @@ class Statements:
         self._client = client
         self._limits = limits
         self._running = access.BoundedReads("statements", limits.max_sql)
-        self._of_one = SqlLimits(limits.sql_memory_bytes, limits.sql_threads, limits.sql_temp_bytes).share_of(
-            limits.max_sql
-        )
+        of_all = SqlLimits(limits.sql_memory_bytes, limits.sql_threads, limits.sql_temp_bytes)
+        self._of_one = of_all.share_of(limits.max_sql)
 
     def begun(self, request: models.SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
         """Return the media type, and a generator: a pair of the versions and of the times of rolling aggregates, by
@@ -419,20 +398,15 @@ class Statements:
         deadline = time.monotonic() + self._limits.sql_seconds
         async with self._running.slot():
             client = await self._client()
+            options: dict[str, Any] = {"version": request.version, "at": at, "timeout": self._limits.timeout}
             rows = client.sql_rows(
-                request.sql,
-                query_params=request.params,
-                version=request.version,
-                at=at,
-                timeout=self._limits.timeout,
-                limits=self._of_one,
-                in_own_process=True,
+                request.sql, query_params=request.params, limits=self._of_one, in_own_process=True, **options
             )
             try:
                 await self._within(rows, deadline)
                 batches = rows.__aiter__()
                 # The versions of all tables are known once the first rows have arrived, or their end.
-                first = await self._within(_next(batches), deadline)
+                first = await self._within(anext(batches, None), deadline)
                 body = BODIES[media_type](rows.schema, rows.versions, rows.times)
                 yield rows.versions, rows.times
                 async for piece in body_of(body, self._written(first, batches, request.limit, body, deadline)):
@@ -461,7 +435,7 @@ class Statements:
                 yield await asyncio.to_thread(body.rows, part)
             if num_rows == limit:
                 return
-            batch = await self._within(_next(batches), deadline)
+            batch = await self._within(anext(batches, None), deadline)
 
     async def _within(self, what: Awaitable[T], deadline: float) -> T:
         """Wait for something until the deadline. Raises ``QueryTimeoutError``."""
@@ -474,11 +448,6 @@ class Statements:
                 "by conditions on the key columns for example."
             )
         return waited.result()
-
-
-async def _next(batches: AsyncIterator[pa.RecordBatch]) -> pa.RecordBatch | None:
-    """Return the next batch; None after the last one."""
-    return await anext(batches, None)
 
 
 async def while_there(request: Request, what: Awaitable[T]) -> T | None:
@@ -607,10 +576,7 @@ def _position_of(last_event_id: str) -> tuple[int, str | None]:
 
 
 def _pieces(change: StateChange, run_id: str | None) -> list[bytes]:
-    """Return the events of a version, which a run has given.
-
-    Only the last one has an id, so that no caller resumes from the middle of a version.
-    """
+    """Return the events of a run's version. Only the last has an id: no caller resumes within a version."""
     batch, version = change.batch, change.version
     pieces = []
     for at in range(0, batch.num_rows, models.PIECE_ROWS):

@@ -73,7 +73,6 @@ class CallUnderWay:
         self.since = math.inf
 
     def go_on(self) -> None:
-        """Record that the caller waits again."""
         self.since = time.monotonic()
 
 
@@ -491,10 +490,7 @@ def from_wire(provider_id: Any) -> StateStoreProviderId:
 
 
 def checked_call(method: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a task's message with their types.
-
-    Raises ``RequestError`` for a message that no task may send.
-    """
+    """Return the typed arguments of a task's message. Raises ``RequestError`` for one that no task may send."""
     if method not in METHODS:
         raise exceptions.RequestError(
             f"A task may not send {method!r} to the coordinator; it may send {', '.join(sorted(METHODS))}."

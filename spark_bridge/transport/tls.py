@@ -98,10 +98,7 @@ class TlsConf:
                     ) from error
 
     def server_context(self) -> ssl.SSLContext:
-        """Return the SSL context of a server's sockets.
-
-        Raises ``TlsError`` naming the file that is missing or wrong.
-        """
+        """Return the SSL context of a server's sockets. Raises ``TlsError`` naming a file that is missing or wrong."""
         if self.certificate is None:
             raise TlsError("A host needs a certificate to use TLS: give TlsConf certificate= and key=.")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -113,10 +110,7 @@ class TlsConf:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For a client's sockets; it checks the host's certificate.
-
-        Raises ``TlsError`` naming the file that is missing or wrong.
-        """
+        """Return that of a client, which checks the host's certificate. Raises as ``server_context`` does."""
         context = _ClientContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.server_name = self.server_name

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -160,13 +160,6 @@ def create_ui(
     statements that run at once, together (default: ``PAGE_SQL``).
     """
 
-    @asynccontextmanager
-    async def running(_: Starlette) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            if lifespan is not None:
-                await stack.enter_async_context(lifespan())
-            yield
-
     page = _Page(system, verifier, own, prices, sql_limits)
     routes = [
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -176,28 +169,23 @@ def create_ui(
         *(Route(path, page.endpoint_of(view)) for path, view in SEEN.items()),
         *(Route(path, page.endpoint_of(view, is_form=True), methods=["POST"]) for path, view in POSTED.items()),
     ]
-    return SafeHeaders(Starlette(routes=routes, exception_handlers={404: _not_found}, lifespan=running))
+    return SafeHeaders(
+        Starlette(routes=routes, exception_handlers={404: _not_found}, lifespan=lifespan and (lambda _: lifespan()))
+    )
 
 
+@dataclass(eq=False, repr=False)
 class _Page:
-    """Answers the requests of one page."""
+    _system: requests.System
+    _verifier: TokenVerifier
+    _own: requests.OwnToken | None
+    _prices: Prices
+    _sql_limits: SqlLimits | None
+    _requests: int = 0
 
-    def __init__(
-        self,
-        system: requests.System,
-        verifier: TokenVerifier,
-        own: requests.OwnToken | None,
-        prices: Prices,
-        sql_limits: SqlLimits | None,
-    ) -> None:
-        self._system = system
-        self._prices = prices
-        self._sql_limits = sql_limits
-        self._verifier = verifier
-        self._own = own
-        self._overviews = requests.SharedOverview(system.overview)
+    def __post_init__(self) -> None:
+        self._overviews = requests.SharedOverview(self._system.overview)
         self._watches = PageWatches()
-        self._requests = 0
 
     # -- pages ---------------------------------------------------------------------------------
 
@@ -333,7 +321,6 @@ class _Page:
         return answer
 
     async def sign_out(self, request: Request) -> Response:
-        """Forget the session."""
         form = await own_form(request, _token(request))
         if isinstance(form, Response):
             return form

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ def overview(call: PageCall) -> Response:
     )
     # A checkpoint does not show whether the query runs.
     at_work = [(q, p) for q, p, _ in paces if q.status in AT_WORK]
-    used_bytes = sum(_used_bytes(host.memory) for host in of.hosts)
+    used_bytes = sum(host.used_bytes for host in of.hosts)
     budget = sum(host.memory.get(BUDGET, 0) for host in of.hosts)
     idle = [p.freshness_ms or 0 for _, p in at_work if p.is_idle]
     backlogs = [p.backlog_rows for _, p in at_work if p.backlog_rows is not None]
@@ -70,15 +70,8 @@ def overview(call: PageCall) -> Response:
     )
 
 
-@dataclass(frozen=True)
-class _Latency:
-    """The percentiles of lookups at the slowest host."""
-
-    p50_ms: float
-    p99_ms: float
-
-
-def _lookup_latency(hosts: Sequence[HostOverview]) -> _Latency | None:
+def _lookup_latency(hosts: Sequence[HostOverview]) -> dict[str, float] | None:
+    """Return the percentiles of lookups at the slowest host."""
     latencies = [
         (float(figures["p99_ms"]), float(figures.get("p50_ms") or 0))
         for host in hosts
@@ -86,16 +79,12 @@ def _lookup_latency(hosts: Sequence[HostOverview]) -> _Latency | None:
         for verb, figures in verbs.items()
         if verb in LOOKUP_VERBS and figures.get("requests") and figures.get("p99_ms") is not None
     ]
-    return _Latency(max(latencies)[1], max(latencies)[0]) if latencies else None
+    return dict(zip(("p99_ms", "p50_ms"), max(latencies), strict=True)) if latencies else None
 
 
 def _is_faulty(query: Query, faulty: set[str]) -> bool:
     subjects = [f"operator {o.name} of query {query.title}" for o in query.operators]
     return not faulty.isdisjoint([f"query {query.title}", *subjects])
-
-
-def _used_bytes(memory: dict[str, int]) -> int:
-    return sum(n for name, n in memory.items() if name != BUDGET)
 
 
 def feature_views(call: PageCall) -> Response:
@@ -121,7 +110,6 @@ class HostRow:
     """A host with its memory: the strip, and bytes by holder, the largest first."""
 
     host: HostOverview
-    used_bytes: int
     budget: int
     strip: list[charts.Part]
     holders: list[tuple[str, int]]
@@ -144,7 +132,12 @@ def hosts(call: PageCall) -> Response:
     shown = all_hosts[first : first + HOSTS_AT_ONCE]
     kinds = sorted({name for host in all_hosts for name, nbytes in host.memory.items() if name != BUDGET and nbytes})
     rows = [_row(host, kinds) for host in shown]
-    requests = [request for host in shown for request in _requests(host)]
+    requests = [
+        RequestRow(host.host_id, operator, verb, figures)
+        for host in shown
+        for operator, verbs in host.requests.items()
+        for verb, figures in verbs.items()
+    ]
     requests.sort(key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]))
     subjects = {"hosts", COORDINATOR_PROCESS, *(f"host {host.host_id}" for host in all_hosts)}
     return call.render(
@@ -162,15 +155,9 @@ def hosts(call: PageCall) -> Response:
 
 def _row(host: HostOverview, kinds: list[str]) -> HostRow:
     holders = {f"m{i % 8}": float(host.memory.get(kind, 0)) for i, kind in enumerate(kinds)}
-    used_bytes, budget = _used_bytes(host.memory), host.memory.get(BUDGET, 0)
+    budget = host.memory.get(BUDGET, 0)
     by_size = sorted(((k, host.memory[k]) for k in kinds if host.memory.get(k)), key=lambda item: -item[1])
-    return HostRow(host, used_bytes, budget, charts.strip(holders, float(max(budget, used_bytes))), by_size)
-
-
-def _requests(host: HostOverview) -> Iterator[RequestRow]:
-    for operator, verbs in host.requests.items():
-        for verb, figures in verbs.items():
-            yield RequestRow(host.host_id, operator, verb, figures)
+    return HostRow(host, budget, charts.strip(holders, float(max(budget, host.used_bytes))), by_size)
 
 
 # One operator: its partitions by host, its hottest partitions, and its schema.
@@ -199,9 +186,7 @@ def operator(call: PageCall) -> Response:
     order = call.given("sort") if call.given("sort") in COLUMNS else "partition"
     first = call.number("from", 0)
     ordered = sorted(one.partitions, key=lambda p: _order(p, order))
-    hottest = (
-        sorted(one.partitions, key=lambda p: -(charts.partition_measure(p, measure) or 0))[:HOTTEST] if measure else []
-    )
+    by_measure = sorted(one.partitions, key=lambda p: -(charts.partition_measure(p, measure) or 0)) if measure else []
     ref = reference(of, call.overview.queries)
     return call.render(
         "operator.html",
@@ -211,7 +196,9 @@ def operator(call: PageCall) -> Response:
         measures=measures,
         measure=measure,
         heat=charts.heat_map(one, measure) if measure else None,
-        hottest=[(p, charts.measure_in_words(measure, charts.partition_measure(p, measure))) for p in hottest],
+        hottest=[
+            (p, charts.measure_in_words(measure, charts.partition_measure(p, measure))) for p in by_measure[:HOTTEST]
+        ],
         in_words=charts.measure_in_words,
         bytes_of=lambda p: charts.partition_measure(p, "bytes"),
         partitions=ordered[first : first + PARTITIONS_AT_ONCE],

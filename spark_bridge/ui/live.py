@@ -20,7 +20,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.exceptions import STATESTORE_ERRORS, AccessDeniedError, RequestError
+from spark_bridge.exceptions import STATESTORE_ERRORS, RequestError
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview, Query
 from spark_bridge.queryable.client.async_results import BlockingCalls
@@ -157,13 +157,9 @@ class PageWatches:
         # The id names the run too: the watch then says if the query was rolled back while the browser was away.
         version, _, run_id = last_event.partition("/")
         seen = int(version) if version.isdecimal() and len(version) < 19 else None
+        from_run = None if seen is None else run_id or None
         changes = client.watch(
-            table.operator,
-            [key],
-            state=table.state,
-            query=table.query,
-            from_version=seen,
-            from_run=None if seen is None else run_id or None,
+            table.operator, [key], state=table.state, query=table.query, from_version=seen, from_run=from_run
         )
         headers = {"X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(changes, check), media_type="text/event-stream", headers=headers)
@@ -184,8 +180,6 @@ class PageWatches:
                     return
                 check()
                 yield f"id: {change.version}/{changes.run_id or ''}\n".encode() + _event("change", _told(change))
-        except AccessDeniedError as error:
-            yield _event("problem", {"problem": str(error)})
         except STATESTORE_ERRORS as error:
             yield _event("problem", {"problem": str(error)})
         finally:
@@ -194,15 +188,11 @@ class PageWatches:
 
 
 def _told(change: StateChange) -> dict[str, object]:
-    rows = python_rows(change.batch.slice(0, MAX_WATCH_ROWS))
-    return {
-        "version": change.version,
-        "rows": [
-            {"change": row["change_type"], "before": value(row.get("before")), "after": value(row.get("after"))}
-            for row in rows
-        ],
-        "more": max(0, change.batch.num_rows - MAX_WATCH_ROWS),
-    }
+    rows = [
+        {"change": row["change_type"], "before": value(row.get("before")), "after": value(row.get("after"))}
+        for row in python_rows(change.batch.slice(0, MAX_WATCH_ROWS))
+    ]
+    return {"version": change.version, "rows": rows, "more": max(0, change.batch.num_rows - MAX_WATCH_ROWS)}
 
 
 def _event(name: str, data: object) -> bytes:

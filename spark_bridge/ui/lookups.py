@@ -7,7 +7,7 @@ import binascii
 import datetime as dt
 import json
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -34,23 +34,23 @@ class Input:
     example: str
 
 
+_CONTROLS: tuple[tuple[Callable[[pa.DataType], bool], str, str], ...] = (
+    (pa.types.is_integer, "number", "42"),
+    (pa.types.is_boolean, "choice", "true"),
+    (pa.types.is_date, "date", "2024-03-09"),
+    (pa.types.is_timestamp, "moment", "2024-03-09 23:00:00"),
+    (pa.types.is_floating, "number", "1.5"),
+    (pa.types.is_decimal, "number", "1.5"),
+    (pa.types.is_binary, "text", "base64, as AP8="),
+    (pa.types.is_nested, "text", "JSON"),
+    (lambda kind: True, "text", ""),
+)
+
+
 def input_for(name: str, kind: pa.DataType) -> Input:
     """Return the control for a column: "number", "choice" of true and false, "date", "moment" or "text"."""
-    if pa.types.is_integer(kind):
-        return Input(name, str(kind), "number", "42")
-    if pa.types.is_boolean(kind):
-        return Input(name, str(kind), "choice", "true")
-    if pa.types.is_date(kind):
-        return Input(name, str(kind), "date", "2024-03-09")
-    if pa.types.is_timestamp(kind):
-        return Input(name, str(kind), "moment", "2024-03-09 23:00:00")
-    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        return Input(name, str(kind), "number", "1.5")
-    if pa.types.is_binary(kind):
-        return Input(name, str(kind), "text", "base64, as AP8=")
-    if pa.types.is_nested(kind):
-        return Input(name, str(kind), "text", "JSON")
-    return Input(name, str(kind), "text", "")
+    control, example = next((control, example) for is_kind, control, example in _CONTROLS if is_kind(kind))
+    return Input(name, str(kind), control, example)
 
 
 def parsed(text: str, kind: pa.DataType, what: str) -> Any:

@@ -69,12 +69,11 @@ class OwnToken:
     def verify(self, token: str) -> Grant:
         if _equal(token, self.token):
             return self._grant
-        if self._others is None or not token:
-            raise AccessDeniedError(
-                "The token is unknown here; this page takes the one that was printed when it was started."
-                if token
-                else "No token was given."
-            )
+        if not token:
+            raise AccessDeniedError("No token was given.")
+        if self._others is None:
+            unknown = "The token is unknown here; this page takes the one that was printed when it was started."
+            raise AccessDeniedError(unknown)
         return self._others.verify(token)
 
 
@@ -163,17 +162,14 @@ class StateTable:
 
     @property
     def is_rolling(self) -> bool:
-        """Return whether the values are rolling aggregates, as of a time."""
         return self.kind == ROLLING
 
     @property
     def id(self) -> str:
-        """Return the name in addresses."""
         return state_id(self.query, self.operator, self.state)
 
     @property
     def title(self) -> str:
-        """Return the name of the table for people."""
         of = self.operator if self.state == "default" else f"{self.operator}.{self.state}"
         return f"{of} of {self.query_title}"
 
@@ -194,20 +190,16 @@ def tables_of(overview: Overview) -> list[StateTable]:
             variable.kind,
             tuple(name for name in variable.key if name != variable.window),
             variable.window,
-            _readable(query),
+            range(first, last + 1),
             {**variable.key, **variable.inner, **variable.value},
             # If a manifest is damaged, the newest version may be missing.
             query.readable[-1][-1] if query.readable else None,
         )
         for query in overview.queries
+        for first, last in query.readable[-1:] or ((query.oldest_version or 0, query.completed_version),)
         for operator in query.operators
         for variable in operator.variables
     ]
-
-
-def _readable(query: Query) -> range:
-    first, last = query.readable[-1] if query.readable else (query.oldest_version or 0, query.completed_version)
-    return range(first, last + 1)
 
 
 def state_id(query: str, operator: str, state: str) -> str:
@@ -249,7 +241,6 @@ class PageCall:
         return self.grant.admin and self.grant.scope.is_all
 
     def client(self) -> QueryableStateClient:
-        """Return the query client, which sees what the person may see."""
         return scoped_client(self.system.client(), self.grant.scope)
 
     def given(self, name: str) -> str:
@@ -289,29 +280,25 @@ class PageCall:
         raise LookupError(f"The state {named[:200]!r} does not exist; choose an existing one.")
 
     def render(self, template: str, status: int = 200, **context: Any) -> Response:
-        text = (
-            _environment()
-            .get_template(template)
-            .render(
-                call=self,
-                url=self.url,
-                overview=self.overview,
-                stale=self.seen.problem,
-                form_token=form_token(self.secret),
-                ref=lambda query: reference(query, self.overview.queries),
-                query_url=lambda query: self.url("query", query=reference(query, self.overview.queries)),
-                operator_url=lambda query, operator: self.url(
-                    "operator", query=reference(query, self.overview.queries), operator=operator.name
-                ),
-                fault_url=self._fault_url(),
-                **context,
-            )
-        )
-        return HTMLResponse(text, status)
-
-    def _fault_url(self) -> Any:
         links = subjects(self)
-        return lambda fault: links.get(fault.subject, "")
+
+        def ref(query: Query) -> str:
+            return reference(query, self.overview.queries)
+
+        return plain_page(
+            template,
+            status,
+            call=self,
+            url=self.url,
+            overview=self.overview,
+            stale=self.seen.problem,
+            form_token=form_token(self.secret),
+            ref=ref,
+            query_url=lambda query: self.url("query", query=ref(query)),
+            operator_url=lambda query, operator: self.url("operator", query=ref(query), operator=operator.name),
+            fault_url=lambda fault: links.get(fault.subject, ""),
+            **context,
+        )
 
 
 def subjects(call: PageCall) -> dict[str, str]:
@@ -334,7 +321,7 @@ def faults_about(faults: Iterable[Fault], *subjects_: str) -> list[Fault]:
 
 
 def plain_page(template: str, status: int = 200, **context: Any) -> Response:
-    """Return a page for a person who is not signed in."""
+    """Return a page. People who are not signed in see those without a ``PageCall``."""
     return HTMLResponse(_environment().get_template(template).render(**context), status)
 
 
@@ -410,9 +397,8 @@ class SharedOverview:
                 return seen
             if self._asking is None:
                 self._asking = threading.Event()
-                threading.Thread(
-                    target=self._refresh, args=(self._asking,), name="statestore-page", daemon=True
-                ).start()
+                args = (self._asking,)
+                threading.Thread(target=self._refresh, args=args, name="statestore-page", daemon=True).start()
             asking, age = self._asking, self._clock() - self._seen_at
         asking.wait(None if seen is None else RECENT_WAIT_SECONDS if age < RECENT_SECONDS else OVERVIEW_WAIT_SECONDS)
         with self._lock:

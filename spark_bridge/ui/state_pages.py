@@ -127,24 +127,20 @@ def _versions(call: PageCall, table: StateTable) -> list[int | None]:
     if not text:
         return [None]
     parts = [part.strip() for part in text.replace(",", " ").split()]
-    if len(parts) > MAX_COMPARED_VERSIONS or not all(
-        part.isdecimal() and part.isascii() and len(part) < 19 for part in parts
-    ):
+    are_numbers = all(part.isdecimal() and part.isascii() and len(part) < 19 for part in parts)
+    if len(parts) > MAX_COMPARED_VERSIONS or not are_numbers:
         raise RequestError(f"versions={text[:100]!r}: give up to {MAX_COMPARED_VERSIONS} numbers with commas between.")
     return [int(part) for part in parts]
 
 
 def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> lookups.PageRows:
-    rows = call.client().key_rows(
-        table.operator,
-        [key],
-        table.state,
-        query=table.query,
-        version=version,
-        timeout=lookups.PAGE_READ_SECONDS,
-        **lookups.time_argument(call),
-    )
+    rows = call.client().key_rows(table.operator, [key], table.state, **_options(call, table, version))
     return lookups.take_rows(rows, MAX_KEY_ROWS)
+
+
+def _options(call: PageCall, table: StateTable, version: int | None) -> dict[str, Any]:
+    options = {"query": table.query, "version": version, "timeout": lookups.PAGE_READ_SECONDS}
+    return {**options, **lookups.time_argument(call)}
 
 
 def _compared(answers: list[lookups.PageRows]) -> list[Compared]:
@@ -197,7 +193,7 @@ def chart(call: PageCall, answer: lookups.PageRows | None) -> Chart | None:
     numbers = [name for i, name in enumerate(answer.columns) if _is_numeric(row[i] for row in answer.rows)]
     if not numbers:
         return None
-    labels = list(answer.columns)
+    labels = answer.columns
     number = call.given("y") if call.given("y") in numbers else numbers[-1]
     label = call.given("x") if call.given("x") in labels else labels[0]
     x, y = answer.columns.index(label), answer.columns.index(number)
@@ -285,9 +281,8 @@ def scan(call: PageCall) -> Response:
             columns = [(field.name, str(field.type)) for field in schema]
             if call.given("limit"):
                 most = call.number("limit", USUAL_ROWS, 1, MAX_SCAN_ROWS)
-                answer = lookups.take_rows(
-                    _rows(call, table, lookups.conditions_of(call, schema, FILTERS), most + 1), most
-                )
+                rows = _rows(call, table, lookups.conditions_of(call, schema, FILTERS), most + 1)
+                answer = lookups.take_rows(rows, most)
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -318,16 +313,8 @@ def scan_csv(call: PageCall) -> Response:
 
 def _rows(call: PageCall, table: StateTable, where: list[tuple[Any, ...]], limit: int) -> StateScan:
     version = call.number("version", -1) if call.given("version") else None
-    return call.client().scan(
-        table.operator,
-        table.state,
-        limit=limit,
-        where=where,
-        query=table.query,
-        version=version,
-        timeout=lookups.PAGE_READ_SECONDS,
-        **lookups.time_argument(call),
-    )
+    options = _options(call, table, version)
+    return call.client().scan(table.operator, table.state, limit=limit, where=where, **options)
 
 
 # SQL over the state: one statement that reads.

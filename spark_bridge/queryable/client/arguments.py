@@ -12,7 +12,7 @@ import datetime as dt
 import decimal
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -153,10 +153,7 @@ class KeyCodec:
 
     @cached_property
     def encode_one(self) -> Callable[[Any], bytes]:
-        """The function that returns the stored key of one key.
-
-        It takes a few microseconds for values of the columns' own Python types.
-        """
+        """The function that returns the stored key of one key, in a few us for the columns' own Python types."""
         encode, by_columns = self.encode_plain, self._one_by_columns
 
         def encode_one(key: Any) -> bytes:
@@ -211,7 +208,6 @@ class KeyCodec:
 
     @cached_property
     def columns_schema(self) -> pa.Schema:
-        """The schema of the result of ``columns``."""
         return pa.schema([pa.field(f.name, f.type) for f in self.schema])
 
     def _chosen(self, named: NamedColumns) -> list[Any]:
@@ -285,15 +281,11 @@ class KeyCodec:
             raise self._refused(field, f"a list of {len(values)} values", error) from error
 
     def _refused(self, field: pa.Field, what: object, why: Exception) -> UnknownKeyOrNamespaceError:
+        reason = str(why).split("\n", 1)[0].strip().removesuffix(".")
         return UnknownKeyOrNamespaceError(
-            f"Key column {field.name!r} is {field.type}, and {what} cannot be converted to it without loss: "
-            f"{_first_line(why)} Nothing was looked up in {self.owner}."
+            f"Key column {field.name!r} is {field.type}, and {what} cannot be converted to it without loss: {reason}. "
+            f"Nothing was looked up in {self.owner}."
         )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).split("\n", 1)[0].strip()
-    return text if text.endswith(".") else text + "."
 
 
 def names_in_order(stored: pa.Schema, key_columns: Sequence[str]) -> tuple[str, ...]:
@@ -330,7 +322,8 @@ def key_range(
         return (first, behind), []
     conditions: list[tuple[Any, ...]] = []
     if prefix is not None:
-        conditions += _equal(codec, first_columns(codec, prefix))
+        pairs = zip(codec.by, first_columns(codec, prefix), strict=False)
+        conditions += [(name, "is null") if value is None else (name, "=", value) for name, value in pairs]
     for values, operator in ((start, ">="), (end, "<")):
         if values is None:
             continue
@@ -342,11 +335,6 @@ def key_range(
             )
         conditions.append((codec.by[0], operator, columns[0]))
     return (None, None), conditions
-
-
-def _equal(codec: KeyCodec, values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    for name, value in zip(codec.by, values, strict=False):
-        yield (name, "is null") if value is None else (name, "=", value)
 
 
 def range_of_prefix(codec: KeyCodec, values: Any) -> ScanBounds:
@@ -468,10 +456,7 @@ def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> 
 
 
 def json_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool:
-    """Return a value for JSON: unchanged, or as a string that hosts read as the column's type.
-
-    Raises ``RequestError``.
-    """
+    """Return a value for JSON, or as a string that hosts read as the column's type. Raises ``RequestError``."""
     if isinstance(value, pa.Scalar):
         value = value.as_py()
     if isinstance(value, np.datetime64 | dt.datetime) and kind is not None and pa.types.is_timestamp(kind):
@@ -501,10 +486,7 @@ def _refused(value: Any) -> RequestError:
 
 
 def _time_text(value: dt.datetime, kind: pa.DataType | None) -> str:
-    """Return a time as Arrow reads it: with an offset if the column has one, else without.
-
-    Times without a zone are UTC.
-    """
+    """Return a time as Arrow reads it: with an offset if the column has a zone. Without a zone, a time is UTC."""
     if value.tzinfo is not None:
         value = value.astimezone(dt.timezone.utc)
     has_zone = value.tzinfo is not None if kind is None or not pa.types.is_timestamp(kind) else kind.tz is not None
@@ -549,15 +531,16 @@ def _versions_behind(staleness: str | int) -> int:
     return int(number)
 
 
+def datetime64_of(time: dt.datetime | np.datetime64) -> np.datetime64:
+    """Return a time in UTC; times without a zone are UTC."""
+    if isinstance(time, dt.datetime) and time.tzinfo is not None:
+        time = time.astimezone(dt.timezone.utc).replace(tzinfo=None)
+    return np.datetime64(time) if isinstance(time, np.datetime64) else np.datetime64(time, "us")
+
+
 def _microseconds(moment: Any) -> int:
-    if isinstance(moment, dt.datetime | np.datetime64):
-        us = (
-            np.datetime64(moment.astimezone(dt.timezone.utc).replace(tzinfo=None))
-            if (isinstance(moment, dt.datetime) and moment.tzinfo is not None)
-            else np.datetime64(moment)
-        )
-        if not np.isnat(us):
-            return int(us.astype("datetime64[us]").astype(np.int64))
+    if isinstance(moment, dt.datetime | np.datetime64) and not np.isnat(us := datetime64_of(moment)):
+        return int(us.astype("datetime64[us]").astype(np.int64))
     raise RequestError(f"at={moment!r} is not a time; give a datetime, in UTC if it has no zone, or 'watermark'.")
 
 

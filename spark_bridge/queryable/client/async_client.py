@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
-import inspect
 import os
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
@@ -42,14 +41,10 @@ BATCH_PATIENCE_SECONDS = 0.02
 """A batch that takes longer than this is not waited for by the next one; it may be one host that is slow, or away."""
 BATCHES_AT_ONCE = 8
 GRACE_SECONDS = 0.05
-"""A caller times out this long after its own timeout, without the others of its batch. The batch can report its last
-failure in that time.
-"""
+"""A caller times out so long after its own timeout, alone: the batch can report its last failure in that time."""
 MUCH_LATER_SECONDS = 1.0
 PendingLookup = tuple[Any, asyncio.Future[Any], float]
-"""A key, or the keys of a request for features, the future of the answer, and the end of the timeout, a time of the
-loop.
-"""
+"""A key, or the keys of a request for features, the future of the answer, and the loop's time of the timeout."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +60,8 @@ class LookupGroup:
 
     def answers(self, client: QueryableStateClient, keys: list[Any], timeout: float) -> list[Any]:
         """Return the answer of each lookup, or its error. Raises the error of all."""
-        return client.get_each(
-            self.operator,
-            keys,
-            self.query,
-            self.state,
-            isolation=self.isolation,
-            staleness=self.staleness,
-            timeout=timeout,
-        )
+        version: dict[str, Any] = {"isolation": self.isolation, "staleness": self.staleness}
+        return client.get_each(self.operator, keys, self.query, self.state, **version, timeout=timeout)
 
     def in_words(self, key: Any) -> str:
         return f"get({self.operator!r}, {key!r})"
@@ -110,6 +98,7 @@ class FeatureGroup:
         return f"features({self.view!r}) of {len(keys)} keys"
 
 
+@dataclass(eq=False, repr=False)
 class LookupBatcher:
     """The lookups of one group that wait, and those that are under way. All but ``_look_up`` runs on the event loop.
 
@@ -121,17 +110,12 @@ class LookupBatcher:
     longest timeout in it; lookups with shorter timeouts end earlier. ``idle`` is called when no lookup is left.
     """
 
-    def __init__(
-        self,
-        client: QueryableStateClient,
-        pool: ThreadPoolExecutor,
-        group: LookupGroup | FeatureGroup,
-        idle: Callable[[LookupBatcher], None],
-    ) -> None:
-        self._client = client
-        self._pool = pool
-        self.group = group
-        self._idle = idle
+    _client: QueryableStateClient
+    _pool: ThreadPoolExecutor
+    group: LookupGroup | FeatureGroup
+    _idle: Callable[[LookupBatcher], None]
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[PendingLookup] = []
         self._under_way = 0
@@ -301,26 +285,37 @@ T = TypeVar("T")
 CLIENT_THREADS = 16
 
 
-def _takes(
-    call: Callable[Concatenate[QueryableStateClient, P], object],
-) -> Callable[[Callable[..., T]], Callable[Concatenate[AsyncQueryableStateClient, P], T]]:
-    """Give a method the arguments of a method of the other client, for type checkers, completion and ``help``.
+def _coroutine_of(
+    call: Callable[Concatenate[QueryableStateClient, P], T],
+) -> Callable[Concatenate[AsyncQueryableStateClient, P], Coroutine[Any, Any, T]]:
+    """Return the coroutine that runs a method of the other client, which declares the arguments, in a thread."""
 
-    The arguments are declared there alone.
-    """
+    @wraps(call)
+    async def method(self: AsyncQueryableStateClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(getattr(self._client, call.__name__), *args, **kwargs)
 
-    def given(method: Callable[..., T]) -> Callable[Concatenate[AsyncQueryableStateClient, P], T]:
-        returned = inspect.signature(method).return_annotation
-        method.__signature__ = inspect.signature(call).replace(return_annotation=returned)  # type: ignore[attr-defined]
-        return method
+    return method
 
-    return given
+
+def _wrapped(
+    call: Callable[Concatenate[QueryableStateClient, P], object], wrap: Callable[[Callable[[], Any]], T]
+) -> Callable[Concatenate[AsyncQueryableStateClient, P], T]:
+    """Return the method that wraps the call of a method of the other client."""
+
+    @wraps(call)
+    def method(self: AsyncQueryableStateClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return wrap(partial(getattr(self._client, call.__name__), *args, **kwargs))
+
+    return method
 
 
 class AsyncQueryableStateClient:
     """``QueryableStateClient`` with coroutines: the same verbs, arguments, answers and errors.
 
-    Only ``sql`` differs: it returns a table, and has no ``connection=``.
+    ``get_many``, ``features_of_views``, ``entity_schema``, ``feature_views``, ``count``, ``operators`` and ``describe``
+    are coroutines of those methods. ``scan``, ``find`` and ``key_rows`` return an ``AsyncStateScan`` at once; an
+    awaited one has begun, and has a schema and a version. ``watch`` returns an ``AsyncStateWatch``. Only ``sql``
+    differs: it returns a table, and has no ``connection=``.
 
         async with await AsyncQueryableStateClient.connect() as client:
             user = await client.get("user_totals", 42)
@@ -394,19 +389,8 @@ class AsyncQueryableStateClient:
     ) -> Any:
         """See ``QueryableStateClient.get``."""
         if window is not None or version is not None or at is not None:
-            return await self._run(
-                self._client.get,
-                operator,
-                key,
-                query,
-                state,
-                window=window,
-                isolation=isolation,
-                version=version,
-                at=at,
-                staleness=staleness,
-                timeout=timeout,
-            )
+            options = {"isolation": isolation, "version": version, "at": at, "staleness": staleness, "timeout": timeout}
+            return await self._run(self._client.get, operator, key, query, state, window=window, **options)
         return await self._batched(LookupGroup(operator, query, state, isolation, staleness), key, timeout)
 
     def _batched(self, group: LookupGroup | FeatureGroup, key: Any, timeout: float | None) -> asyncio.Future[Any]:
@@ -432,11 +416,6 @@ class AsyncQueryableStateClient:
         if self._lookups.get(lookups.group) is lookups:
             del self._lookups[lookups.group]
 
-    @_takes(QueryableStateClient.get_many)
-    async def get_many(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``QueryableStateClient.get_many``."""
-        return await self._run(self._client.get_many, *args, **kwargs)
-
     async def features(
         self,
         view: str,
@@ -451,70 +430,23 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.features``."""
         if versions is None and at is None and isinstance(keys, list) and 0 < len(keys) <= GATHERED_KEYS:
             # A copy: the caller may change its list while the request waits.
-            rows: FeatureRows = await self._batched(
-                FeatureGroup(view, defaults, isolation, owner_of(self._client, view, keys)), keys[:], timeout
-            )
+            group = FeatureGroup(view, defaults, isolation, owner_of(self._client, view, keys))
+            rows: FeatureRows = await self._batched(group, keys[:], timeout)
             return rows
-        return await self._run(
-            self._client.features,
-            view,
-            keys,
-            defaults=defaults,
-            isolation=isolation,
-            versions=versions,
-            at=at,
-            timeout=timeout,
-        )
+        options = {"defaults": defaults, "isolation": isolation, "versions": versions, "at": at, "timeout": timeout}
+        return await self._run(self._client.features, view, keys, **options)
 
-    @_takes(QueryableStateClient.features_of_views)
-    async def features_of_views(self, *args: Any, **kwargs: Any) -> list[FeatureRows]:
-        """See ``QueryableStateClient.features_of_views``."""
-        return await self._run(self._client.features_of_views, *args, **kwargs)
-
-    @_takes(QueryableStateClient.entity_schema)
-    async def entity_schema(self, *args: Any, **kwargs: Any) -> pa.Schema:
-        """See ``QueryableStateClient.entity_schema``."""
-        return await self._run(self._client.entity_schema, *args, **kwargs)
-
-    @_takes(QueryableStateClient.feature_views)
-    async def feature_views(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """See ``QueryableStateClient.feature_views``."""
-        return await self._run(self._client.feature_views, *args, **kwargs)
-
-    @_takes(QueryableStateClient.scan)
-    def scan(self, *args: Any, **kwargs: Any) -> AsyncStateScan:
-        """See ``QueryableStateClient.scan``. An awaited scan has begun, and has a schema and a version."""
-        return AsyncStateScan(partial(self._client.scan, *args, **kwargs))
-
-    @_takes(QueryableStateClient.find)
-    def find(self, *args: Any, **kwargs: Any) -> AsyncStateScan:
-        """See ``QueryableStateClient.find``, and ``scan``."""
-        return AsyncStateScan(partial(self._client.find, *args, **kwargs))
-
-    @_takes(QueryableStateClient.key_rows)
-    def key_rows(self, *args: Any, **kwargs: Any) -> AsyncStateScan:
-        """See ``QueryableStateClient.key_rows``, and ``scan``."""
-        return AsyncStateScan(partial(self._client.key_rows, *args, **kwargs))
-
-    @_takes(QueryableStateClient.count)
-    async def count(self, *args: Any, **kwargs: Any) -> int:
-        """See ``QueryableStateClient.count``."""
-        return await self._run(self._client.count, *args, **kwargs)
-
-    @_takes(QueryableStateClient.watch)
-    def watch(self, *args: Any, **kwargs: Any) -> AsyncStateWatch:
-        """See ``QueryableStateClient.watch``. Returns an asynchronous iterator of ``StateChange``s."""
-        return AsyncStateWatch(self._client.watch(*args, **kwargs))
-
-    @_takes(QueryableStateClient.operators)
-    async def operators(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """See ``QueryableStateClient.operators``."""
-        return await self._run(self._client.operators, *args, **kwargs)
-
-    @_takes(QueryableStateClient.describe)
-    async def describe(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See ``QueryableStateClient.describe``."""
-        return await self._run(self._client.describe, *args, **kwargs)
+    get_many = _coroutine_of(QueryableStateClient.get_many)
+    features_of_views = _coroutine_of(QueryableStateClient.features_of_views)
+    entity_schema = _coroutine_of(QueryableStateClient.entity_schema)
+    feature_views = _coroutine_of(QueryableStateClient.feature_views)
+    count = _coroutine_of(QueryableStateClient.count)
+    operators = _coroutine_of(QueryableStateClient.operators)
+    describe = _coroutine_of(QueryableStateClient.describe)
+    scan = _wrapped(QueryableStateClient.scan, AsyncStateScan)
+    find = _wrapped(QueryableStateClient.find, AsyncStateScan)
+    key_rows = _wrapped(QueryableStateClient.key_rows, AsyncStateScan)
+    watch = _wrapped(QueryableStateClient.watch, lambda watch: AsyncStateWatch(watch()))
 
     async def sql(
         self,

@@ -37,10 +37,7 @@ class BlockingCalls:
         self._pending: asyncio.Future[Any] | None = None
 
     async def call(self, what: Callable[[], Any]) -> Any:
-        """Wait for a call, and return what it returns.
-
-        If the caller is cancelled, the next call returns this result and does not run. So no result is lost.
-        """
+        """Wait for a call, and return its result. If the caller is cancelled, the next call returns that instead."""
         if self._pending is None:
             self._pending = self._begun(what)
         # Another event loop would never get the result: ``ensure_future`` raises ``ValueError`` there.
@@ -336,17 +333,12 @@ class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
         opened, self._opened = self._opened, None
         relation, self._relation = self._relation, None
         if opened is not None:
+            close = getattr(opened[1], "close", lambda: None)
             with contextlib.suppress(RequestError):  # the statement ends, whatever its end is
-                await asyncio.to_thread(_closed, opened[1])
+                await asyncio.to_thread(close)
         elif relation is not None:
             # The caller left while the statement started. Its process would never be used again, and never end.
             from spark_bridge.queryable.sql.statement_process import ProcessStatement
 
             if isinstance(relation, ProcessStatement):
                 await asyncio.to_thread(relation.close)
-
-
-def _closed(batches: Iterator[pa.RecordBatch]) -> None:
-    close = getattr(batches, "close", None)
-    if close is not None:
-        close()

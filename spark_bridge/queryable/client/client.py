@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -26,7 +27,7 @@ from spark_bridge.queryable.client.discovery import (
     Watermarks,
     connected,
 )
-from spark_bridge.queryable.client.features import FeatureRows, described_view, read_view, read_views
+from spark_bridge.queryable.client.features import FeatureRows, described_view, moment_of, read_view, read_views
 from spark_bridge.queryable.client.lookups import KeyLookups, operator_description
 from spark_bridge.queryable.client.results import check_form, formed
 from spark_bridge.queryable.client.scans import StateScan, VersionDiff, scan_request, utc_time
@@ -222,8 +223,7 @@ class QueryableStateClient:
             if view.kind in (VALUE, ROWS):
                 fast = _FastLookup(target, view.family, view.codec.encode_one, view.stored_values.decode_one)
                 self._fast[operator, query, state] = fast
-            version_and_time = self._as_of(target, view, asked, deadline)
-            return KeyLookups(self._router, target, view, version_and_time, deadline).one(key, window)
+            return self._lookups(target, state, asked, deadline).one(key, window)
 
         return self._access.answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask, begun, failure)
 
@@ -247,9 +247,7 @@ class QueryableStateClient:
         asked = arguments.requested_version(isolation, None, at, staleness)
 
         def ask(target: KnownOperator, deadline: float) -> list[Any]:
-            view = target.view(state)
-            version_and_time = self._as_of(target, view, asked, deadline)
-            return KeyLookups(self._router, target, view, version_and_time, deadline).each(keys)
+            return self._lookups(target, state, asked, deadline).each(keys)
 
         return self._access.answer(f"get of {len(keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
@@ -287,9 +285,7 @@ class QueryableStateClient:
         all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(target: KnownOperator, deadline: float) -> pa.Table:
-            view = target.view(state)
-            version_and_time = self._as_of(target, view, asked, deadline)
-            return KeyLookups(self._router, target, view, version_and_time, deadline).table(all_keys, window)
+            return self._lookups(target, state, asked, deadline).table(all_keys, window)
 
         what = f"get_many of {len(all_keys)} keys of {operator!r}"
         return formed(self._access.answer(what, (operator, query), timeout, ask), as_)
@@ -315,9 +311,7 @@ class QueryableStateClient:
         all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(target: KnownOperator, deadline: float) -> StateScan:
-            view = target.view(state)
-            version_and_time = self._as_of(target, view, asked, deadline)
-            return KeyLookups(self._router, target, view, version_and_time, deadline).rows(all_keys, state, columns)
+            return self._lookups(target, state, asked, deadline).rows(all_keys, state, columns)
 
         return self._access.answer(f"key_rows of {len(all_keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
@@ -349,7 +343,8 @@ class QueryableStateClient:
         gives nulls then, and ``UnknownFeatureViewError``. Declare a view by ``declare_feature_view``.
         """
         asked = arguments.requested_version(isolation, None, at)
-        return read_view(self, view, keys, asked, versions, defaults=defaults, timeout=timeout)
+        as_of = partial(moment_of, asked=asked, now_us=self._connections.now_us)
+        return read_view(self, view, keys, as_of, versions, defaults=defaults, timeout=timeout)
 
     def features_of_views(
         self, requests: Sequence[tuple[str, Any]], *, defaults: bool = True, timeout: float | None = None
@@ -367,10 +362,9 @@ class QueryableStateClient:
     def _ask_features(
         self, target: KnownView, at: list[protocol.At], defaults: bool, keys: protocol.StoredKeys, deadline: float
     ) -> protocol.FeatureAnswer:
-        request = protocol.FeaturesRequest(
-            target.location.view.name, target.location.revision, at, defaults, takes_rows=True
-        )
-        reply, body = self._router.features(target.location, request, keys, deadline)
+        location = target.location
+        request = protocol.FeaturesRequest(location.view.name, location.revision, at, defaults, takes_rows=True)
+        reply, body = self._router.features(location, request, keys, deadline)
         return protocol.features_of(reply, body, target.columns)
 
     def feature_views(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
@@ -386,9 +380,8 @@ class QueryableStateClient:
 
     def entity_schema(self, view: str, *, timeout: float | None = None) -> pa.Schema:
         """Return the columns of a feature view's entity, in the order of its keys."""
-        return self._access.answer_of_view(
-            f"entity_schema({view!r})", view, timeout, lambda target, deadline: target.codec.schema
-        )
+        what = f"entity_schema({view!r})"
+        return self._access.answer_of_view(what, view, timeout, lambda target, _: target.codec.schema)
 
     # -- all rows ------------------------------------------------------------------------------
 
@@ -469,17 +462,12 @@ class QueryableStateClient:
             arguments.require_index(operator, target.view(None).variable.indexes, conditions)
 
         self._access.answer(f"find({operator!r})", (operator, query), timeout, check)
-        return self.scan(
-            operator,
-            None,
-            limit=limit,
-            columns=columns,
-            where=where,
-            query=query,
-            isolation=isolation,
-            version=version,
-            timeout=timeout,
-        )
+        options: dict[str, Any] = {"query": query, "isolation": isolation, "version": version, "timeout": timeout}
+        return self.scan(operator, limit=limit, columns=columns, where=where, **options)
+
+    def _lookups(self, target: KnownOperator, state: str | None, asked: protocol.At, deadline: float) -> KeyLookups:
+        view = target.view(state)
+        return KeyLookups(self._router, target, view, self._as_of(target, view, asked, deadline), deadline)
 
     def _as_of(self, target: KnownOperator, view: StateView, asked: protocol.At, deadline: float) -> protocol.At:
         """Return the version that is asked for, and the time of the rolling aggregates if the operator has any."""
@@ -553,10 +541,8 @@ class QueryableStateClient:
 
         See ``VersionDiff``.
         """
-        first, last = (
-            arguments.requested_version("completed", from_version),
-            arguments.requested_version("completed", to_version),
-        )
+        first = arguments.requested_version("completed", from_version)
+        last = arguments.requested_version("completed", to_version)
 
         def ask(target: KnownOperator, deadline: float) -> VersionDiff:
             return VersionDiff.begin(self._router, target, target.view(state), first, last, deadline)
@@ -602,9 +588,7 @@ class QueryableStateClient:
     def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the operators of all running queries, each with its query, key columns and state variables."""
         try:
-            operators: list[dict[str, Any]] = self._access.answer_of_any_host(
-                "operators()", protocol.OperatorsRequest(), timeout
-            )
+            operators = self._access.answer_of_any_host("operators()", protocol.OperatorsRequest(), timeout)
         except NoRunningQueryError:
             return []
         return [operator for operator in operators if is_in_scope(self._scope, operator)]
@@ -644,10 +628,7 @@ class QueryableStateClient:
 
 
 def scoped_client(client: QueryableStateClient, scope: Scope) -> QueryableStateClient:
-    """Return a client that sees only the part of the state in ``scope``, over the connections of ``client``.
-
-    It is not closed: the connections are shared.
-    """
+    """Return a client that sees the part in ``scope``, over the connections of ``client``: it is not closed."""
     if scope.is_all:
         return client
     discovery = ScopedDiscovery(scope, client._discovery, lambda seconds: client.operators(timeout=seconds))

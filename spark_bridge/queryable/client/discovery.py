@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -130,13 +130,11 @@ class ProxyDiscovery:
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         proxy = self._current
-        reply, body = self._connections.request(
-            proxy, protocol.LocateOperatorRequest(operator, query), deadline=deadline
-        )
+        request = protocol.LocateOperatorRequest(operator, query)
+        reply, body = self._connections.request(proxy, request, deadline=deadline)
         if not isinstance(reply, protocol.LocateReply):
-            raise exceptions.QueryableStateError(
-                f"{proxy} answered a question for a location by {type(reply).__name__}."
-            )
+            kind = type(reply).__name__
+            raise exceptions.QueryableStateError(f"{proxy} answered a question for a location by {kind}.")
         location = json_decoder(OperatorLocation).decode(body)
         self._named = addresses_in(location)
         return location
@@ -177,10 +175,7 @@ class CoordinatorDiscovery:
         return location
 
     def proxy(self) -> str:
-        """See ``Discovery``.
-
-        Raises ``QueryableStateError`` if no query runs, because then there are no hosts to ask.
-        """
+        """See ``Discovery``. Raises ``QueryableStateError`` if no query runs: then there are no hosts to ask."""
         if not self._addresses:
             running = self._coordinator.operators()
             if not running:
@@ -211,27 +206,15 @@ class ScopedDiscovery:
 
     def __init__(self, scope: Scope, discovery: Discovery, operators: Callable[[float], list[dict[str, Any]]]) -> None:
         self.scope = scope
-        self._discovery = discovery
+        self._locate = discovery.locate
         self._operators = operators
+        self.proxy, self.knows_proxy = discovery.proxy, discovery.knows_proxy
+        self.failed, self.note = discovery.failed, discovery.note
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         left = max(0.0, deadline - time.monotonic())
-        ask = self._discovery.locate
-        return ScopedOperators(
-            self.scope, lambda: self._operators(left), lambda name, of: ask(name, of, deadline)
-        ).locate(operator, query)
-
-    def proxy(self) -> str:
-        return self._discovery.proxy()
-
-    def knows_proxy(self) -> bool:
-        return self._discovery.knows_proxy()
-
-    def failed(self) -> None:
-        self._discovery.failed()
-
-    def note(self, addresses: Sequence[str]) -> None:
-        self._discovery.note(addresses)
+        locate = partial(self._locate, deadline=deadline)
+        return ScopedOperators(self.scope, lambda: self._operators(left), locate).locate(operator, query)
 
 
 class NoRunningQueryError(exceptions.QueryableStateError):
@@ -239,10 +222,7 @@ class NoRunningQueryError(exceptions.QueryableStateError):
 
 
 def addresses_of(address: str | Sequence[str]) -> list[str]:
-    """Return the ``ip:port`` of one or several addresses, which may begin with ``statestore://``.
-
-    Raises ``RequestError``.
-    """
+    """Return the ``ip:port`` of addresses, which may begin with ``statestore://``. Raises ``RequestError``."""
     named = address.split(",") if isinstance(address, str) else list(address)
     addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in named]
     for plain in addresses:
@@ -338,10 +318,7 @@ OperatorRef = tuple[str, str | None]
 
 @dataclass
 class KnownOperator:
-    """The location of an operator, and its state variables.
-
-    ``window_us`` is the length of its windows in us by state variable, once known.
-    """
+    """The location of an operator, its state variables, and by these the lengths of its windows in us, once known."""
 
     location: OperatorLocation
     schema: OperatorSchema
@@ -351,10 +328,7 @@ class KnownOperator:
 
     @classmethod
     def of(cls, location: OperatorLocation, earlier: KnownOperator | None = None) -> KnownOperator:
-        """Return the operator that a location describes.
-
-        Views are kept from ``earlier`` if the operator is still the same.
-        """
+        """Return the operator of a location, with the views of ``earlier`` if the operator is still the same."""
         if earlier is not None and _content(location) == _content(earlier.location):
             # Another run may have windows of another length.
             window_us = earlier.window_us if location.run_id == earlier.location.run_id else {}
@@ -404,7 +378,6 @@ class KnownView:
 
     @classmethod
     def of(cls, location: protocol.ViewLocation) -> KnownView:
-        """Return the view that a location describes."""
         view = location.view
         stored = pa.ipc.read_schema(pa.py_buffer(location.key))
         codec = KeyCodec(view.name, stored, view.keys, location.key_groups, "feature view")
@@ -437,7 +410,6 @@ class KnownTargets(Generic[L]):
         self._last: dict[OperatorRef, L] = {}
 
     def had_answer(self, ref: OperatorRef) -> bool:
-        """Return whether the operator has been located before."""
         return ref in self._last
 
     def get(self, ref: OperatorRef, deadline: float) -> L:
@@ -453,7 +425,6 @@ class KnownTargets(Generic[L]):
         return target
 
     def forget(self, ref: OperatorRef) -> None:
-        """Forget a location that has proved wrong."""
         self._known.pop(ref, None)
 
     def _look_up(self, ref: OperatorRef, deadline: float) -> L:
@@ -542,18 +513,13 @@ class ClusterAccess:
         begun = time.monotonic() if begun is None else begun
         deadline = begun + (self.timeout if timeout is None else timeout)
         attempts = Attempts(what, deadline, had_answer=known.had_answer(ref), begun=begun)
-        return retrying(
-            lambda: ask(known.get(ref, deadline), deadline),
-            attempts,
-            relocate=lambda error: self._moved(known, ref, error),
-            failure=failure,
-        )
+        moved = partial(self._moved, known, ref)
+        return retrying(lambda: ask(known.get(ref, deadline), deadline), attempts, relocate=moved, failure=failure)
 
     def views(self, timeout: float | None) -> list[protocol.ViewLocation]:
         """Return all feature views; retry if that may help."""
-        return self._of_any_host(
-            "feature_views()", timeout, lambda deadline: self.find_views(protocol.ViewsRequest(), deadline)
-        )
+        request = protocol.ViewsRequest()
+        return self._of_any_host("feature_views()", timeout, lambda deadline: self.find_views(request, deadline))
 
     def _views_of_host(self, request: protocol.ViewsRequest, deadline: float) -> list[protocol.ViewLocation]:
         _, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
@@ -577,19 +543,15 @@ class ClusterAccess:
 
     def _of_any_host(self, what: str, timeout: float | None, ask: Callable[[float], T]) -> T:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        return retrying(
-            lambda: ask(deadline), Attempts(what, deadline), relocate=lambda error: self._discovery.failed()
-        )
+        attempts = Attempts(what, deadline)
+        return retrying(lambda: ask(deadline), attempts, relocate=lambda error: self._discovery.failed())
 
     def known(self, ref: OperatorRef, deadline: float) -> KnownOperator:
         """Return the known operator of that name; look it up if none is known."""
         return self._operators.get(ref, deadline)
 
     def moved(self, ref: OperatorRef, error: Exception) -> None:
-        """Forget the location of an operator if ``error`` says that it may be wrong.
-
-        Leave a proxy that does not answer.
-        """
+        """Forget an operator's location if ``error`` says that it may be wrong; leave a proxy that does not answer."""
         self._moved(self._operators, ref, error)
 
     def _moved(self, known: KnownTargets[Any], ref: OperatorRef, error: Exception) -> None:

@@ -17,20 +17,13 @@ from msgspec.structs import replace
 
 from backends.encoding.user_values import python_values
 from spark_bridge import exceptions
+from spark_bridge.queryable import protocol
 from spark_bridge.queryable.client.arguments import AT_WATERMARK, COMPLETED, KeyCodec, requested_version
 from spark_bridge.queryable.client.discovery import ClusterAccess, KnownView
 from spark_bridge.queryable.client.results import formed
 from spark_bridge.queryable.client.scans import utc_time
 from spark_bridge.queryable.connections import KvConnections, KvExchange
-from spark_bridge.queryable.protocol import (
-    At,
-    FeatureAnswer,
-    FeaturesReply,
-    FeaturesRequest,
-    StoredKeys,
-    ViewLocation,
-    features_of,
-)
+from spark_bridge.queryable.protocol import At
 from spark_bridge.queryable.routing.feature_reads import FEW_KEYS, stale_error, stale_queries
 from spark_bridge.queryable.routing.router import StateRouter, owner_of_features
 from spark_bridge.queryable.routing.scatter_gather import expected
@@ -40,7 +33,7 @@ class FeatureRows:
     """Features of entities: a row per key asked, in that order."""
 
     def __init__(
-        self, target: KnownView, keys: pa.RecordBatch | list[Any], answer: FeatureAnswer, moment: int | None
+        self, target: KnownView, keys: pa.RecordBatch | list[Any], answer: protocol.FeatureAnswer, moment: int | None
     ) -> None:
         self._target = target
         # Nothing that the caller can change.
@@ -164,9 +157,8 @@ class FeatureRows:
         """
         columns, schema = self._answer.columns, self._target.columns
         if isinstance(columns, list) and self._answer.rows is None:
-            named = zip(schema.names, self._target.dtypes, columns, strict=True)
+            named = list(zip(schema.names, self._target.dtypes, columns, strict=True))
             if all(value is not None or dtype.kind not in "biu" for _, dtype, value in named):
-                named = zip(schema.names, self._target.dtypes, columns, strict=True)
                 return {name: np.array([value], dtype) for name, dtype, value in named}
         return {name: _array(name, column) for name, column in zip(schema.names, self.columns, strict=True)}
 
@@ -191,28 +183,13 @@ class ViewClient(Protocol):
     _answered_at: int | None
 
     def _ask_features(
-        self, target: KnownView, at: list[At], defaults: bool, keys: StoredKeys, deadline: float
-    ) -> FeatureAnswer: ...
+        self, target: KnownView, at: list[At], defaults: bool, keys: protocol.StoredKeys, deadline: float
+    ) -> protocol.FeatureAnswer: ...
 
     def features(
         self, view: str, keys: Any, *, defaults: bool = True, isolation: str = "completed", timeout: float | None = None
     ) -> FeatureRows:
         """See ``QueryableStateClient.features``."""
-
-
-def read_view(
-    client: ViewClient,
-    view: str,
-    keys: Any,
-    asked: At,
-    versions: Mapping[str, int] | None,
-    *,
-    defaults: bool,
-    timeout: float | None,
-) -> FeatureRows:
-    """Return the answer of ``QueryableStateClient.features``."""
-    as_of = partial(moment_of, asked=asked, now_us=client._connections.now_us)
-    return _read(client, view, keys, as_of, versions, defaults=defaults, timeout=timeout)
 
 
 def read_views(
@@ -221,10 +198,10 @@ def read_views(
     """Return the answer of ``QueryableStateClient.features_of_views``."""
     moment = client._connections.now_us()
 
-    def as_of(location: ViewLocation) -> At:
+    def as_of(location: protocol.ViewLocation) -> At:
         return replace(COMPLETED, moment=moment) if location.is_rolling else COMPLETED
 
-    read = partial(_read, client, as_of=as_of, defaults=defaults, timeout=timeout)
+    read = partial(read_view, client, as_of=as_of, defaults=defaults, timeout=timeout)
     asked = [(view, keys if hasattr(keys, "__len__") else list(keys)) for view, keys in requests]
     answers = [read(view, keys, versions=None) for view, keys in asked]
     return at_one_version(answers, lambda i, versions: read(*asked[i], versions=versions))
@@ -251,7 +228,7 @@ class _Call:
 
     target: KnownView
     keys: pa.RecordBatch | list[Any]
-    encoded: StoredKeys
+    encoded: protocol.StoredKeys
     at: list[At]
     moment: int | None
     is_newest: bool
@@ -262,13 +239,13 @@ class _Call:
         client: ViewClient,
         target: KnownView,
         keys: Any,
-        as_of: Callable[[ViewLocation], At],
+        as_of: Callable[[protocol.ViewLocation], At],
         versions: Mapping[str, int] | None,
     ) -> _Call:
         codec, queries, asked = target.codec, target.location.queries, as_of(target.location)
         stored = plain_stored(codec, keys)
         of_answer: pa.RecordBatch | list[Any]
-        encoded: StoredKeys
+        encoded: protocol.StoredKeys
         if stored is not None:  # columns of a few keys would take longer than their look-up
             of_answer, encoded = keys[:], stored[0] if len(stored) == 1 else stored
         else:
@@ -284,7 +261,7 @@ class _Call:
             at = [asked] * len(queries)
         return cls(target, of_answer, encoded, at, asked.moment, is_completed)
 
-    def rows(self, client: ViewClient, answer: FeatureAnswer) -> FeatureRows:
+    def rows(self, client: ViewClient, answer: protocol.FeatureAnswer) -> FeatureRows:
         """Return the answer, and remember its versions."""
         if self.is_newest:
             for query, version in zip(self.target.location.queries, answer.versions, strict=True):
@@ -292,16 +269,17 @@ class _Call:
         return FeatureRows(self.target, self.keys, answer, self.moment)
 
 
-def _read(
+def read_view(
     client: ViewClient,
     view: str,
     keys: Any,
-    as_of: Callable[[ViewLocation], At],
+    as_of: Callable[[protocol.ViewLocation], At],
     versions: Mapping[str, int] | None,
     *,
     defaults: bool,
     timeout: float | None,
 ) -> FeatureRows:
+    """Return the answer of ``QueryableStateClient.features``. ``as_of`` gives the version and moment of a view."""
     all_keys = keys if hasattr(keys, "__len__") else list(keys)
 
     def ask(target: KnownView, deadline: float) -> FeatureRows:
@@ -314,13 +292,7 @@ def _read(
 
 
 def features_each(
-    client: ViewClient,
-    view: str,
-    requests: Sequence[list[Any]],
-    *,
-    defaults: bool,
-    isolation: str,
-    timeout: float,
+    client: ViewClient, view: str, requests: Sequence[list[Any]], *, defaults: bool, isolation: str, timeout: float
 ) -> list[FeatureRows | Exception]:
     """Return the answer of each of several requests of one view, or its error, all of one version of each query.
 
@@ -360,8 +332,8 @@ class BegunFeatures:
     def answers(self) -> list[FeatureRows]:
         """Return the answer of each request once the exchange has it. Raises the error of all."""
         reply, body = self.exchange.finish()
-        reply = expected(reply, FeaturesReply, self.exchange.address)
-        rows = self._call.rows(self._client, features_of(reply, body, self._call.target.columns))
+        reply = expected(reply, protocol.FeaturesReply, self.exchange.address)
+        rows = self._call.rows(self._client, protocol.features_of(reply, body, self._call.target.columns))
         return [rows] if len(self._requests) == 1 else list(rows.divided(self._requests))
 
 
@@ -383,13 +355,13 @@ def begin_each(
     if plain_stored(target.codec, keys) is None:
         return None
     call, location = _Call.of(client, target, keys, as_of, None), target.location
-    request = FeaturesRequest(location.view.name, location.revision, call.at, defaults, takes_rows=True)
+    request = protocol.FeaturesRequest(location.view.name, location.revision, call.at, defaults, takes_rows=True)
     deadline = time.monotonic() + timeout
     exchange = client._router.begin_features(location, request, call.encoded, deadline)
     return None if exchange is None else BegunFeatures(exchange, client, call, requests)
 
 
-def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> At:
+def moment_of(location: protocol.ViewLocation, asked: At, now_us: Callable[[], int]) -> At:
     """Return the version asked for, with the moment of the view's rolling aggregates, by default now.
 
     Raises ``RequestError`` for a moment if the view has no rolling aggregates.
@@ -407,7 +379,7 @@ def moment_of(location: ViewLocation, asked: At, now_us: Callable[[], int]) -> A
     return replace(asked, moment=now_us()) if location.is_rolling and asked.moment is None else asked
 
 
-def versions_of(location: ViewLocation, versions: Mapping[str, int], asked: At) -> list[At]:
+def versions_of(location: protocol.ViewLocation, versions: Mapping[str, int], asked: At) -> list[At]:
     """Return the version of each query of a view, as of the moment that is asked for.
 
     The only query may have any name if its own is not known, as in a checkpoint. Raises ``RequestError`` for other
@@ -458,7 +430,7 @@ def at_one_version(
     return same
 
 
-def _within_max_age(location: ViewLocation, answer: FeatureAnswer) -> FeatureAnswer:
+def _within_max_age(location: protocol.ViewLocation, answer: protocol.FeatureAnswer) -> protocol.FeatureAnswer:
     """Return an answer with nulls for older features than ``max_age``, or raise ``StaleFeatureError``.
 
     Hosts do so themselves, but not for a version that was asked for.
@@ -486,12 +458,12 @@ def _with_nulls(row: list[Any], is_null: list[bool]) -> list[Any]:
     return [None if null else value for value, null in zip(row, is_null, strict=True)]
 
 
-def described_view(location: ViewLocation) -> dict[str, Any]:
+def described_view(location: protocol.ViewLocation) -> dict[str, Any]:
     """Return a view ready for JSON: its declaration, the types of its columns, and its queries."""
     view = location.view
-    types = (
-        pa.ipc.read_schema(pa.py_buffer(location.columns)).types if location.columns else [None] * len(view.features)
-    )
+    types: list[Any] = [None] * len(view.features)
+    if location.columns:
+        types = pa.ipc.read_schema(pa.py_buffer(location.columns)).types
     return {
         "view": view.name,
         "entity": list(view.keys),

@@ -43,6 +43,7 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DURATION = re.compile(
     r"(-?)P(?:(\d{1,9})D)?(?:T(?:(\d{1,9})H)?(?:(\d{1,9})M)?(?:(\d{1,18})(?:\.(\d{1,6}))?S)?)?", re.ASCII
 )
+_KEY_PART = re.compile(r'(?:"((?:[^"]|"")*)"|(?!")[^,]*)(?=,|\Z)')
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _encode = msgspec.json.Encoder().encode
 
@@ -96,10 +97,7 @@ def duration_text(duration: dt.timedelta) -> str:
 
 
 def duration_of(text: str) -> dt.timedelta:
-    """Return the duration of an ISO 8601 text in days, hours, minutes and seconds.
-
-    Raises ``ValueError`` and ``OverflowError``.
-    """
+    """Return the duration of an ISO 8601 text from days to seconds. Raises ``ValueError`` and ``OverflowError``."""
     match = _DURATION.fullmatch(text)
     if match is None or text.endswith(("P", "T")):
         raise ValueError("A duration is written as P1DT2H3M4.5S.")
@@ -180,10 +178,7 @@ def _is_plain(column: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def from_json(value: Any, kind: pa.DataType, what: str) -> Any:
-    """Convert a JSON value to the form that a client takes for an Arrow type.
-
-    Raises ``UnknownKeyOrNamespaceError``, whose message names ``what``.
-    """
+    """Return a JSON value as clients take it for a type. Raises ``UnknownKeyOrNamespaceError`` naming ``what``."""
     if value is None:
         return None
     try:
@@ -238,14 +233,8 @@ def _of(value: Any, *kinds: type) -> Any:
     return value
 
 
-_NAMES = {
-    str: "a string",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    dict: "an object",
-    list: "an array",
-}
+_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+_NAMES |= {dict: "an object", list: "an array"}
 
 
 def time_of(text: str) -> dt.datetime | np.datetime64:
@@ -264,10 +253,7 @@ def _in_utc(time: dt.datetime) -> dt.datetime:
 
 
 def window_of_text(text: str) -> Any:
-    """Return the window of a query parameter: its start, or start and end with a slash between.
-
-    Raises ``UnknownKeyOrNamespaceError``.
-    """
+    """Return the window of a text: start, or start/end. Raises ``UnknownKeyOrNamespaceError``."""
     try:
         times = [time_of(part) for part in text.split("/")]
     except (ValueError, OverflowError) as error:
@@ -280,10 +266,7 @@ def window_of_text(text: str) -> Any:
 
 
 def at_of_text(text: str) -> dt.datetime | str:
-    """Return the ``at`` of a request: a time in ISO 8601, in UTC if it has no zone, or "watermark".
-
-    Raises ``RequestError``.
-    """
+    """Return ``at`` of a request: a time in ISO 8601, UTC without a zone, or "watermark". Raises ``RequestError``."""
     if text == WATERMARK:
         return text
     try:
@@ -321,29 +304,14 @@ def key_of_text(text: str, schema: pa.Schema) -> Any:
 
 def _comma_separated(text: str) -> Iterator[str]:
     at = 0
-    while True:
-        if text[at : at + 1] == '"':
-            part, at = "", at + 1
-            while True:
-                end = text.find('"', at)
-                if end < 0:
-                    raise UnknownKeyOrNamespaceError(f"The key {text!r} has a double quote without its other.")
-                part += text[at:end]
-                at = end + 1
-                if text[at : at + 1] != '"':
-                    break
-                part, at = part + '"', at + 1
-            if text[at : at + 1] not in ("", ","):
-                raise UnknownKeyOrNamespaceError(f"The key {text!r} has more characters after a closing double quote.")
-            yield part
-        else:
-            end = text.find(",", at)
-            end = len(text) if end < 0 else end
-            yield text[at:end]
-            at = end
-        if at >= len(text):
-            return
-        at += 1
+    while at <= len(text):
+        part = _KEY_PART.match(text, at)
+        if part is None:
+            is_open = text.count('"', at) % 2
+            wrong = "a double quote without its other" if is_open else "more characters after a closing double quote"
+            raise UnknownKeyOrNamespaceError(f"The key {text!r} has {wrong}.")
+        yield part[0] if part[1] is None else part[1].replace('""', '"')
+        at = part.end() + 1
 
 
 def key_of_json(value: Any, schema: pa.Schema) -> Any:
@@ -353,9 +321,8 @@ def key_of_json(value: Any, schema: pa.Schema) -> Any:
     """
     if isinstance(value, dict) and set(value) == set(schema.names):
         return _key([value[name] for name in schema.names], schema)
-    if len(schema) == 1 and not (
-        isinstance(value, list) and len(value) == 1 and not pa.types.is_nested(schema.types[0])
-    ):
+    is_in_list = isinstance(value, list) and len(value) == 1 and not pa.types.is_nested(schema.types[0])
+    if len(schema) == 1 and not is_in_list:
         return _key([value], schema)
     if not isinstance(value, list) or len(value) != len(schema):
         wanted = ", ".join(f"{f.name}: {f.type}" for f in schema)
@@ -366,10 +333,7 @@ def key_of_json(value: Any, schema: pa.Schema) -> Any:
 
 
 def bound_of_json(value: Any, schema: pa.Schema, what: str) -> Any:
-    """Return a bound of a scan: the first columns of a key as an array, or the first column alone.
-
-    Raises ``UnknownKeyOrNamespaceError``.
-    """
+    """Return a bound of a scan: an array of first key columns, or the first. Raises ``UnknownKeyOrNamespaceError``."""
     if value is None:
         return None
     parts = value if isinstance(value, list) else [value]

@@ -163,12 +163,8 @@ class KafkaSink:
 
     def _located(self) -> KnownOperator:
         """Return the operator. Raises ``RequestError`` if its changes are not by key."""
-        target: KnownOperator = self._client._access.answer(
-            f"KafkaSink({self._operator!r})",
-            (self._operator, self._query),
-            self._client.timeout,
-            lambda target, deadline: target,
-        )
+        ref, what = (self._operator, self._query), f"KafkaSink({self._operator!r})"
+        target = self._client._access.answer(what, ref, self._client.timeout, lambda target, _: target)
         changes = VariableChanges(self._rows(target))  # raises for rolling aggregates
         if changes.rows.kind == LIST:
             raise exceptions.RequestError(
@@ -231,10 +227,8 @@ class KafkaSink:
         )
         with kept:
             version = kept.version
-            self._progress(
-                f"Topic {topic.name}: writing the state of {self._operator} at version {version}, generation "
-                f"{generation}."
-            )
+            what = f"the state of {self._operator} at version {version}, generation {generation}"
+            self._progress(f"Topic {topic.name}: writing {what}.")
             partitions = 0 if before is None else before.partitions
             begun = self._position(target, version, location.run_id, generation)
             topic.commit(msgspec.structs.replace(begun, is_whole=False, partitions=partitions))
@@ -255,7 +249,6 @@ class KafkaSink:
         return position
 
     def _remove(self, keys: set[bytes], headers: list[tuple[str, bytes]], partition: int = kafka_topic.BY_KEY) -> None:
-        """Write tombstones."""
         all_keys = sorted(keys)
         for at in range(0, len(all_keys), STATE_TRANSACTION_ROWS):
             part = all_keys[at : at + STATE_TRANSACTION_ROWS]
@@ -269,19 +262,11 @@ class KafkaSink:
 
     def _follow(self, begin: kafka_topic.SinkPosition) -> None:
         """Write the changes after a position, until the query ends or ``close`` is called."""
-        self._progress(
-            f"Topic {self._topic.name}: writing the changes of {self._operator} after version {begin.version}."
-        )
-        watch = self._client.watch(
-            self._operator,
-            state=self._state,
-            query=self._query,
-            from_version=begin.version,
-            timeout=self._timeout,
-            from_run=begin.run_id,
-            every_version=True,
-        )
-        self._watch = watch
+        what = f"the changes of {self._operator} after version {begin.version}"
+        self._progress(f"Topic {self._topic.name}: writing {what}.")
+        options: dict[str, Any] = {"state": self._state, "query": self._query, "timeout": self._timeout}
+        options |= {"from_version": begin.version, "from_run": begin.run_id, "every_version": True}
+        self._watch = watch = self._client.watch(self._operator, **options)
         if self._closed.is_set():
             return
         committed_at, quiet = time.monotonic(), None
@@ -305,11 +290,9 @@ class KafkaSink:
             self.position = quiet
 
     def _position(self, target: KnownOperator, version: int, run_id: str, generation: int) -> kafka_topic.SinkPosition:
-        location = target.location
-        name = self._rows(target).variable.name
-        return kafka_topic.SinkPosition(
-            version, run_id, generation, self._topic.partitions, location.query_id, location.operator.name, name
-        )
+        query_id, operator = target.location.query_id, target.location.operator.name
+        of_state = (query_id, operator, self._rows(target).variable.name)
+        return kafka_topic.SinkPosition(version, run_id, generation, self._topic.partitions, *of_state)
 
     def _headers(self, at: kafka_topic.SinkPosition, kind: str) -> list[tuple[str, bytes]]:
         headers = {

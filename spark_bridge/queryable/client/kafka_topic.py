@@ -122,18 +122,14 @@ class SinkTopic:
             self.partitions = self._num_partitions(self._deadline())
             yield
         except BaseException:
-            self._give_up()
+            try:  # for readers that wait for the end of an open transaction
+                self._producer.abort_transaction(CALL_SECONDS)
+            except self._kafka.KafkaException as error:
+                log.debug("No transaction was aborted: %s", error)
             raise
         finally:
             self._consumer.close()
             self._producer = self._consumer = None
-
-    def _give_up(self) -> None:
-        """Abort an open transaction, for readers that wait for its end."""
-        try:
-            self._producer.abort_transaction(CALL_SECONDS)
-        except self._kafka.KafkaException as error:
-            log.debug("No transaction was aborted: %s", error)
 
     def _note_error(self, error: Any) -> None:
         self._last_error = error.str()
@@ -336,10 +332,7 @@ class SinkTopic:
         return len(described.partitions)
 
     def _described(self, seconds: float) -> Any:
-        """Return the topic's metadata. Raises a transient error in it, so that the call is repeated.
-
-        For example, a leader is being elected.
-        """
+        """Return the topic's metadata. Raises a transient error in it, as of an election: so the call is repeated."""
         described = self._producer.list_topics(self.name, seconds).topics[self.name]
         if described.error is not None and self._is_transient(described.error):
             self._last_error = described.error.str()

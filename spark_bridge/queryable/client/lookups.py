@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from backends.encoding.user_values import python_values
 from spark_bridge.exceptions import RequestError, RequestLimitError, StateVersionError, UnknownKeyOrNamespaceError
-from spark_bridge.queryable.client.arguments import KeyCodec
+from spark_bridge.queryable.client.arguments import KeyCodec, datetime64_of
 from spark_bridge.queryable.client.discovery import KnownOperator
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.client.state_views import ONE_ROW, StateView
@@ -26,10 +26,7 @@ from spark_bridge.state_format.layouts import ROLLING, ROWS, SESSIONS, VALUE, WI
 
 @dataclass(frozen=True)
 class KeysWithWindows:
-    """Makes whole keys of an aggregate by windows.
-
-    ``length`` returns the length of the windows in us; None if there are none.
-    """
+    """Makes whole keys of an aggregate by windows. ``length`` returns their length in us; None without windows."""
 
     view: StateView
     length: Callable[[], int | None]
@@ -79,20 +76,16 @@ class KeysWithWindows:
         return only.columns([self._bounds(window) for window in windows]).column(0)
 
     def _bounds(self, window: Any) -> Any:
-        """Return start and end of a window."""
         if not isinstance(window, dt.datetime | np.datetime64):
             start, end = start_and_end(window)
             return {"start": start, "end": end}
         length = self.length()
-        start = _micros(window)  # not as datetimes: a window may end in the year 10000
+        start = datetime64_of(window)  # not as datetimes: a window may end in the year 10000
         return {"start": window, "end": None if length is None else start + np.timedelta64(length, "us")}
 
 
 def length_of(operator: str, windows: pa.StructArray) -> int | None:
-    """Return the length of windows in us; None if there are none.
-
-    Raises ``RequestError`` if they have several lengths.
-    """
+    """Return the length of windows in us; None without windows. Raises ``RequestError`` for several lengths."""
     if not len(windows):
         return None
     start, end = (np.asarray(column.cast(pa.int64())) for column in windows.flatten())
@@ -175,14 +168,7 @@ def start_and_end(window: Any) -> tuple[Any, Any]:
 
 def _is_time(one: dt.datetime | np.datetime64, other: Any) -> bool:
     """Return whether two times are the same; times without a zone are UTC."""
-    return isinstance(other, dt.datetime | np.datetime64) and bool(_micros(one) == _micros(other))
-
-
-def _micros(time: dt.datetime | np.datetime64) -> np.datetime64:
-    """Return a time in UTC; times without a zone are UTC."""
-    if isinstance(time, dt.datetime) and time.tzinfo is not None:
-        time = time.astimezone(dt.timezone.utc).replace(tzinfo=None)
-    return np.datetime64(time) if isinstance(time, np.datetime64) else np.datetime64(time, "us")
+    return isinstance(other, dt.datetime | np.datetime64) and bool(datetime64_of(one) == datetime64_of(other))
 
 
 T = TypeVar("T")
@@ -204,7 +190,6 @@ class KeyLookups:
     # -- one key -------------------------------------------------------------------------------
 
     def one(self, key: Any, window: Any) -> dict[str, Any] | list[Any] | None:
-        """Return the result of ``get``."""
         view = self.view
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or has_window(view, key)):
@@ -273,7 +258,6 @@ class KeyLookups:
     # -- a table -------------------------------------------------------------------------------
 
     def table(self, keys: Any, window: Any) -> pa.Table:
-        """Return the result of ``get_many``."""
         view = self.view
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or have_windows(view, keys)):
@@ -328,10 +312,7 @@ class KeyLookups:
         return StateAnswer(last.version, last.schema, iter(batches))
 
     def values(self, keys: pa.BinaryArray, family: str | None = None) -> list[tuple[int, pa.BinaryArray]]:
-        """Return values of stored keys at one version: parts, each with the position of its first key.
-
-        ``family`` is by default that of the view's values.
-        """
+        """Return the values of stored keys, by default of the view's family, at one version, as ``_in_parts``."""
         location, family = self.target.location, self.view.family if family is None else family
         return self._in_parts(keys, lambda part, at: self.router.lookup(location, family, part, at, self.deadline))
 
@@ -373,24 +354,19 @@ class KeyLookups:
         return KeysWithWindows(self.view, self._window_length).columns(keys, window)
 
     def _window_length(self) -> int | None:
-        """Return the length of the operator's windows in us; it is looked up once.
-
-        None if there are no windows yet.
-        """
+        """Return the length of the operator's windows in us; it is looked up once. None if there are no windows yet."""
         name = self.view.window
         assert name is not None
         if name not in self.target.window_us:
             location = self.target.location
-            request = ScanRequest(
-                location.run_id, location.operator.name, at=self.at, columns=[name], limit=WINDOWS_LOOKED_AT
-            )
+            run_id, operator = location.run_id, location.operator.name
+            request = ScanRequest(run_id, operator, at=self.at, columns=[name], limit=WINDOWS_LOOKED_AT)
             with StateScan(self.router.scan(location, request, self.deadline), WINDOWS_LOOKED_AT) as rows:
                 windows = rows.to_arrow().column(name).combine_chunks()
             length = length_of(self.view.operator, windows)
-            if length is None:
-                return None
-            self.target.window_us[name] = length
-        return self.target.window_us[name]
+            if length is not None:
+                self.target.window_us[name] = length
+        return self.target.window_us.get(name)
 
 
 # The answer of ``describe``: a client's own facts about an operator, and the reports of the operator's hosts.
@@ -418,13 +394,8 @@ def operator_description(target: KnownOperator, hosts: Iterable[dict[str, Any]])
         "completed_version": location.completed_version,
         "key": _columns(list(views[0].codec.schema)) if views else [],
         "states": [
-            {
-                "state": v.variable.name,
-                "kind": v.kind,
-                "ttl_ms": v.variable.ttl_ms,
-                "columns": _columns(v.scan_fields),
-                "index": list(v.variable.indexes),
-            }
+            {"state": v.variable.name, "kind": v.kind, "ttl_ms": v.variable.ttl_ms}
+            | {"columns": _columns(v.scan_fields), "index": list(v.variable.indexes)}
             for v in views
         ],
         "partitions": [
@@ -437,7 +408,6 @@ def operator_description(target: KnownOperator, hosts: Iterable[dict[str, Any]])
 
 
 def _described_host(operator: str, host: dict[str, Any]) -> dict[str, Any]:
-    """Return one host's part in an operator."""
     (of_operator, *_) = [o for o in host.get("operators", ()) if o.get("operator") == operator] or [{}]
     return {
         **{name: host[name] for name in _OF_HOST if name in host},
@@ -448,10 +418,7 @@ def _described_host(operator: str, host: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged_requests(of_hosts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return requests and failures of all hosts by verb, and the slowest latency.
-
-    Percentiles of several hosts cannot be merged.
-    """
+    """Return requests, failures and the slowest latency of all hosts by verb: percentiles cannot be merged."""
     merged: dict[str, dict[str, Any]] = {}
     for requests in of_hosts:
         for verb, figures in requests.items():

@@ -25,10 +25,7 @@ def check_form(as_: str) -> None:
 
 
 def formed(table: pa.Table, as_: str) -> Any:
-    """Return a table in the form asked for.
-
-    Raises ``RequestError`` for an unknown form, or if pandas or Polars is needed and not installed.
-    """
+    """Return a table in a form. Raises ``RequestError`` for an unknown one, or if pandas or Polars is missing."""
     check_form(as_)
     if as_ == "pandas":
         return to_pandas(table)
@@ -67,9 +64,7 @@ def to_polars(table: pa.Table) -> Any:
 
 @dataclass(frozen=True)
 class KeyedResults:
-    """Rows of several keys: the position of each row's key, the columns that distinguish a key's rows, and the
-    values.
-    """
+    """Rows of several keys: the position of each row's key, the columns that distinguish its rows, and the values."""
 
     position: pa.Array
     inner: Mapping[str, pa.Array]
@@ -97,10 +92,7 @@ class KeyedResults:
             yield KeyedResults(rows.position.slice(begin, end - begin), inner, value)
 
     def lists(self, n: int) -> pa.Array:
-        """Return the rows of each of ``n`` keys as a list: of structs, or of values if there is one column.
-
-        A key without rows is null.
-        """
+        """Return the rows of each of ``n`` keys as a list of structs, or of one column's values; null without rows."""
         return pa.ListArray.from_arrays(self._offsets(n), _elements({**self.inner, **self.value}))
 
     def maps(self, n: int) -> pa.Array:
@@ -108,7 +100,6 @@ class KeyedResults:
         return pa.MapArray.from_arrays(self._offsets(n), _elements(self.inner), _elements(self.value))
 
     def _offsets(self, n: int) -> pa.Array:
-        """Return the start of each key's rows."""
         counts = np.bincount(np.asarray(self.position), minlength=n)
         offsets = np.zeros(n + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
@@ -122,10 +113,7 @@ def _elements(columns: Mapping[str, pa.Array]) -> pa.Array:
 
 
 def plain_values(columns: Mapping[str, pa.Array], *, hashable: bool = False) -> list[Any]:
-    """Return rows as Python values.
-
-    Rows of one column are its values; rows of several columns are dicts, or tuples if they must be ``hashable``.
-    """
+    """Return rows as Python values: those of several columns are dicts, or tuples if they must be ``hashable``."""
     values: list[list[Any]] = [python_values(column) for column in columns.values()]
     if hashable:
         rows = [tuple(map(_hashable, row)) for row in zip(*values, strict=True)]
@@ -142,10 +130,7 @@ def _hashable(value: Any) -> Any:
 
 
 def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """Return a table's column as one array.
-
-    Raises ``RequestLimitError`` if it has more bytes than an Arrow array can.
-    """
+    """Return a column as one array. Raises ``RequestLimitError`` if it has more bytes than an Arrow array can."""
     try:
         return one_array(column)
     except pa.ArrowInvalid as error:

@@ -50,10 +50,7 @@ class StateView:
     operator_schema: OperatorSchema
 
     def as_of(self, at: At, now_us: Callable[[], int]) -> At:
-        """Return ``at`` with the moment of rolling aggregates, by default now.
-
-        Raises ``RequestError`` for a moment if there are no rolling aggregates.
-        """
+        """Return ``at`` with the moment of rolling aggregates (default: now). Raises ``RequestError`` without any."""
         if self.kind != layouts.ROLLING:
             if at.moment is not None:
                 raise RequestError(
@@ -166,9 +163,7 @@ class StateView:
         return {f.name: f.type for f in self.scan_fields}
 
     def rows_of(self, answer: pa.Table) -> KeyedResults:
-        """Return the rows of keys in a host's answer: ``position``, the columns of the key, those of the rows, and
-        others.
-        """
+        """Return the rows of an answer with ``position``, the columns of the key, those of the rows, and others."""
         inner, value = self.row_columns
         columns = answer.columns
         at = 1 + len(self.codec.by)
@@ -184,10 +179,7 @@ class StateView:
         )
 
     def one_answer(self, rows: KeyedResults) -> Any:
-        """Return the result of ``get`` for the rows of one key: a list, or for a map a dict.
-
-        None if there are no rows.
-        """
+        """Return the result of ``get`` for the rows of one key: a list, for a map a dict, or None without rows."""
         if not len(rows.position):
             return None
         if self.kind == layouts.MAP:

@@ -23,9 +23,7 @@ from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
 
 AWAIT_SECONDS = 2.0
-"""A host waits this many seconds for the next version before it answers that there is none. A thread that waits then
-notices a ``close``.
-"""
+"""A host waits so long for the next version before it answers that there is none: then a ``close`` is noticed."""
 VERSIONS_AT_ONCE = 64
 """A watch that is far behind asks for at most this many versions at a time."""
 LAST_COLUMNS = 2
@@ -170,10 +168,7 @@ class StateWatch:
                 attempts, has_ended = self._attempts(), False
 
     def _next_changes(self, deadline: float) -> Iterator[StateChange]:
-        """Yield the versions completed since the position; wait a while for one.
-
-        The position advances with the returned changes.
-        """
+        """Yield the versions completed since the position, which advances with them; wait a while for one."""
         target = self._access.known(self._ref, deadline)
         position = self._begin(target, deadline)
         completed = self._completed(target, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
@@ -239,9 +234,8 @@ class StateWatch:
         """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
         reply = self._access.ask_host(protocol.AwaitRequest(target.location.run_id, after, seconds), deadline)
         if not isinstance(reply, protocol.CountReply):
-            raise exceptions.ConnectionClosedError(
-                f"A host answered a question for its version by {type(reply).__name__}."
-            )
+            kind = type(reply).__name__
+            raise exceptions.ConnectionClosedError(f"A host answered a question for its version by {kind}.")
         return reply.count
 
     def _changes_until(

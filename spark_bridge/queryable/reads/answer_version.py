@@ -30,9 +30,7 @@ from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 T = TypeVar("T")
 
 MAX_WAIT_SECONDS = 2.0
-"""A host waits at most this many seconds for a version that others report as completed, or for partitions that are
-being loaded or unloaded.
-"""
+"""A host waits at most so long for a version that others have completed, or for partitions that come or go."""
 _PAUSE_SECONDS = 0.005
 REFUSED_SECONDS = 0.1
 """TTL of a cached answer that another host owns a partition, in seconds."""
@@ -156,23 +154,16 @@ class VersionedReader:
                 self._settle(plan, partitions[len(results)], completed, failure)
 
     def completed(self, plan: OperatorPlan, at_least: int) -> CompletedVersion:
-        """Return the last completed version, which is ``at_least`` or later.
-
-        Raises ``HostUnavailableError`` and ``StateVersionError`` as ``read`` does.
-        """
+        """Return the last completed version, ``at_least`` or later. Raises as ``read`` does."""
         begun = time.monotonic()
         completed = self._host.version_requests.completed_version(plan.run_id, at_least, self.wait_seconds)
         if completed is None or completed.version < at_least:
             if completed is None or not self._host.version_requests.has_asked_since(plan.run_id, begun):
-                newest = (
-                    "none is known"
-                    if completed is None
-                    else f"version {completed.version} is the last one that is known"
-                )
+                newest = "none" if completed is None else f"version {completed.version} is the last one that"
                 raise HostUnavailableError(
                     f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether "
                     f"version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {newest} "
-                    "here. The coordinator does not answer."
+                    "is known here. The coordinator does not answer."
                 )
             raise StateVersionError(
                 f"Version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is not completed; version "

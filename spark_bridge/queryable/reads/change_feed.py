@@ -86,10 +86,7 @@ class GroupingKeyFilter:
 
 
 class PreviousValues:
-    """The values of one partition at ascending versions.
-
-    A copy that it pins is released when ``keep`` is closed.
-    """
+    """The values of one partition at ascending versions. A copy that it pins is released when ``keep`` is closed."""
 
     def __init__(self, host: Host, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
         self._host = host
@@ -115,12 +112,9 @@ class PreviousValues:
 
     def _copy_at(self, version: int) -> PartitionState:
         if self._follower is None:
-            piece, registration = self._piece, self._plan.registration
-            self._follower = self._keep.enter_context(
-                self._host.loader.pinned_follower(
-                    registration, piece.directory, piece.backend, piece.partition, version
-                )
-            )
+            piece, pinned = self._piece, self._host.loader.pinned_follower
+            of_piece = (piece.directory, piece.backend, piece.partition)
+            self._follower = self._keep.enter_context(pinned(self._plan.registration, *of_piece, version))
         state = self._follower
         try:
             stored_files.load(self._plan.place, state, self._piece, version, open_storage=self._host.files.open_storage)
@@ -198,10 +192,7 @@ class RunManifests:
         return StateVersions(place, manifests.log, chain, completed, plan.registration.key_groups)
 
     def release_idle(self) -> None:
-        """Forget runs that were not read for a while and are not registered here.
-
-        This host gets no message when they end.
-        """
+        """Forget runs not read for a while and not registered here: this host gets no message when they end."""
         until = self._clock() - MANIFESTS_IDLE_SECONDS
         with self._lock:
             for run in [r for r, m in self._runs.items() if m.used_at <= until]:
@@ -209,7 +200,6 @@ class RunManifests:
                     del self._runs[run]
 
     def drop(self, run_id: str | None) -> None:
-        """Forget a run (None: all runs)."""
         with self._lock:
             for run in [r for r in self._runs if run_id in (None, r)]:
                 del self._runs[run]
@@ -281,10 +271,7 @@ class ChangeFeed:
         return StateAnswer(until, changes.output, RowStream(batches, keep.close))
 
     def require_same_history(self, plan: OperatorPlan, completed: int, version: int, previous_run: str) -> None:
-        """Raise ``StateVersionError`` unless ``version`` is the one that ``previous_run`` has given rows of.
-
-        ``version`` is ``completed`` or before.
-        """
+        """Raise ``StateVersionError`` unless ``previous_run`` gave rows of ``version`` (``completed`` or before)."""
         versions = self._versions(plan, completed)
         try:
             versions.resolve(version)

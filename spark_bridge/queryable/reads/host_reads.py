@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.host_memory import BoundedDict
-from coordinator_actor.messages import LocatedView, OperatorLocation, RunningView
+from coordinator_actor.messages import LocatedView, RunningView
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
@@ -50,26 +50,15 @@ class HostReads(PartitionedReads):
         self._reader = VersionedReader(host, wait_seconds)
         # The clock is read at each call, not when the modules are imported: the simulation replaces it.
         self._changes = ChangeFeed(host, wait_seconds, time.monotonic)
-        self._directory = OperatorDirectory(host)
-        self._completion = CompletionWait(host, wait_seconds, self._directory.forget)
+        self._directory = directory = OperatorDirectory(host)
+        self.locate, self.operators, self.describe = directory.locate, directory.operators, directory.describe
+        self.await_completed = CompletionWait(host, wait_seconds, directory.forget).await_completed
         self._plans: BoundedDict[tuple[str, str], OperatorPlan] = BoundedDict(MAX_PLANS)
         self._plans_lock = threading.Lock()
         self._locating = threading.Semaphore(LOCATES_AT_ONCE)
-        host.cache.on_run_ended(self._directory.forget)
+        host.cache.on_run_ended(directory.forget)
 
     # -- operators and versions ----------------------------------------------------------------
-
-    def locate(self, operator: str, query: str | None) -> OperatorLocation:
-        return self._directory.locate(operator, query)
-
-    def operators(self) -> list[dict[str, Any]]:
-        return self._directory.operators()
-
-    def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
-        return self._directory.describe(operator, query)
-
-    def await_completed(self, run_id: str, after: int, seconds: float) -> int:
-        return self._completion.await_completed(run_id, after, seconds)
 
     def lag_ms(self, run_id: str) -> int:
         return self._host.lag_ms(run_id)

@@ -25,10 +25,7 @@ _STEP_KEYS = 1 << 12
 
 @dataclass(frozen=True)
 class IndexLookup:
-    """The entries of one index that a scan looks up. ``prefixes`` are the values as bytes of a key, ascending.
-
-    ``most``: this many rows are enough.
-    """
+    """The index entries that a scan looks up: by values as bytes of a key, ascending. ``most`` rows are enough."""
 
     column: str
     family: str

@@ -163,10 +163,7 @@ def one_value(view: PartitionView, key: bytes, family: str) -> bytes | None:
 
 
 def rolled_values(rows: VariableRows, values: pa.BinaryArray, tiles: pa.BinaryArray) -> pa.BinaryArray:
-    """Return the results of keys with horizons as one stored value each, by their values in both families.
-
-    An absent key has null.
-    """
+    """Return a stored value, null if absent, for each key with horizons, by their values in both families."""
     if len(values) <= SINGLE_KEYS:
         singles = [rolled_value(rows, *both) for both in zip(values.to_pylist(), tiles.to_pylist(), strict=True)]
         return pa.array(singles, pa.binary())
@@ -332,9 +329,7 @@ class KeyWindowIndex:
         return windows
 
     def follow_changes(self, base: str | None, head: str, changes: Changes) -> None:
-        """Add the windows of the version with the head ``head``, which has ``changes`` over the one with the head
-        ``base``.
-        """
+        """Add the windows of the version of ``head``, which has ``changes`` over the one of the head ``base``."""
         if base not in self._heads:
             return
         pairs = changes.families.get(DEFAULT_FAMILY)
@@ -407,10 +402,7 @@ _Candidates: TypeAlias = tuple[pa.BinaryArray, Positions, Positions]
 
 @dataclass(frozen=True)
 class WindowedKeys:
-    """Grouping keys of an aggregate by windows, as columns without the window.
-
-    ``place`` is the position of the window in the stored key.
-    """
+    """Grouping keys of an aggregate by windows, as columns without the window, which has ``place`` in stored keys."""
 
     rows: VariableRows
     place: int
@@ -442,10 +434,7 @@ class WindowedKeys:
     def _candidates(
         self, plan: OperatorPlan, index: KeyWindowIndex, windows: frozenset[bytes]
     ) -> Iterator[_Candidates]:
-        """Yield all keys with all windows, ``CANDIDATES`` at a time.
-
-        They are kept, because partitions usually have the same windows.
-        """
+        """Yield keys with all windows, ``CANDIDATES`` at a time; kept, as partitions usually have the same windows."""
         candidates = self._made.get(windows)
         if candidates is not None:
             yield candidates

@@ -32,10 +32,7 @@ MAX_FIRST_MOMENTS = 1 << 14
 
 
 def without_prefix(keys: pa.BinaryArray, skipped: int = KEY_GROUP_BYTES) -> pa.BinaryArray:
-    """Return the bytes of each key without the first ``skipped``, by default without the key group.
-
-    No key is shorter than that.
-    """
+    """Return each key without its first ``skipped`` bytes, by default the key group. No key is shorter."""
     content, offsets = binary_content(keys)
     return binary_array(*gather_ranges(content, offsets[:-1] + skipped, offsets[1:]))
 
@@ -65,12 +62,10 @@ class OperatorPlan:
 
     @property
     def operator(self) -> str:
-        """The operator's name."""
         return self.spec.name
 
     @property
     def place(self) -> StatePlace:
-        """The place of the query's state in storage."""
         of = self.registration
         return StatePlace(of.checkpoint_location, of.state_location, of.storage_options)
 
@@ -81,7 +76,6 @@ class OperatorPlan:
 
     @cached_property
     def families(self) -> frozenset[str]:
-        """The column families of the state variables."""
         return frozenset(name for v in self.variables for name in v.families)
 
     def variable(self, name: str | None) -> StateVariable:
@@ -114,9 +108,8 @@ class OperatorPlan:
         """
         cached = self._rows.get((variable.name, collect))
         if cached is None:
-            cached = self._rows[variable.name, collect] = VariableRows(
-                self.schema, variable, collect, alive_at=alive_at
-            )
+            cached = VariableRows(self.schema, variable, collect, alive_at=alive_at)
+            self._rows[variable.name, collect] = cached
         return cached.as_of(alive_at, moment)
 
     @cached_property
@@ -140,10 +133,7 @@ class OperatorPlan:
         return ", ".join(f"{v.name!r} ({v.kind})" for v in self.variables) or "none"
 
     def partitions(self, named: list[int] | None) -> list[int]:
-        """Return the partitions that a request names, or all.
-
-        Raises ``RequestError`` for partitions that there are not.
-        """
+        """Return the partitions that a request names, or all. Raises ``RequestError`` for others than there are."""
         n = self.spec.num_partitions
         if named is None:
             return list(range(n))
@@ -155,10 +145,7 @@ class OperatorPlan:
         return named
 
     def groups_of(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
-        """Return the key groups that stored keys begin with.
-
-        Raises ``RequestError`` for other bytes than keys of this operator.
-        """
+        """Return the key groups of stored keys. Raises ``RequestError`` for other bytes than keys of this operator."""
         if keys.null_count:
             raise RequestError(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
         even = even_rows(keys)
@@ -273,16 +260,11 @@ MAX_LOCATIONS = 1000
 
 
 class OperatorDirectory:
-    """Locations of operators, and the partitions of them that this host holds.
-
-    Thread-safe; the lock guards changes of the kept locations.
-    """
+    """Locations of operators, and their partitions here. Thread-safe; the lock guards changes of the kept locations."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._locations: BoundedDict[tuple[str, str | None], tuple[float, OperatorLocation]] = BoundedDict(
-            MAX_LOCATIONS
-        )
+        self._locations = BoundedDict[tuple[str, str | None], tuple[float, OperatorLocation]](MAX_LOCATIONS)
         self._operators: tuple[float, tuple[RunningOperator, ...]] = (-math.inf, ())
         self._lock = threading.Lock()
 
@@ -320,28 +302,22 @@ class OperatorDirectory:
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
         """See ``StateReads``. ``held`` are the partitions that are loaded here, by operator."""
         info = self._host.info
-        wanted = [o for o in self._running() if _is_wanted(o, operator, query)]
+        wanted = [
+            o
+            for o in self._running()
+            if operator in (None, o.operator.name) and query in (None, o.query_name, o.query_id, o.run_id)
+        ]
         if operator is not None and not wanted:
             # Raises an error with the existing operators, or the end of the query.
             self._host.coordinator.locate(operator, query)
         described = []
         for running in wanted:
             completed = self._host.completed.newest(running.run_id)
-            described.append(
-                {
-                    **operator_summary(running),
-                    "completed_version_here": None if completed is None else completed.version,
-                    "held": self._host.reads.partitions(running.run_id, running.operator.name),
-                }
-            )
-        return {
-            "host_id": info.host_id,
-            "incarnation": info.incarnation,
-            "address": info.address,
-            "query_address": info.query_address,
-            "node_id": info.node_id,
-            "operators": described,
-        }
+            version = None if completed is None else completed.version
+            held = self._host.reads.partitions(running.run_id, running.operator.name)
+            described.append({**operator_summary(running), "completed_version_here": version, "held": held})
+        names = ("host_id", "incarnation", "address", "query_address", "node_id")
+        return {**{name: getattr(info, name) for name in names}, "operators": described}
 
     def forget(self, run_id: str | None) -> None:
         """Forget a run that is over (None: all runs): clients must learn of its end, or of the next run, at once."""
@@ -350,8 +326,3 @@ class OperatorDirectory:
                 if run_id in (None, location.run_id):
                     del self._locations[key]
         self._operators = (-math.inf, ())
-
-
-def _is_wanted(running: RunningOperator, operator: str | None, query: str | None) -> bool:
-    names = (running.query_name, running.query_id, running.run_id)
-    return (operator is None or operator == running.operator.name) and (query is None or query in names)

@@ -49,7 +49,6 @@ class RowStream(Iterator[pa.RecordBatch]):
             raise
 
     def close(self) -> None:
-        """Close the batches, and release what they hold."""
         batches, self._batches = self._batches, None
         if batches is None:
             return
@@ -79,10 +78,7 @@ def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa
 
 
 def gather_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in batches of about ``STREAM_BATCH_ROWS`` rows or ``STREAM_BATCH_BYTES``.
-
-    Larger batches stay as they are.
-    """
+    """Yield the same rows in batches of about ``STREAM_BATCH_ROWS`` rows or ``STREAM_BATCH_BYTES``, or larger ones."""
     pending: list[pa.RecordBatch] = []
     num_rows = nbytes = 0
     for batch in batches:
@@ -130,7 +126,6 @@ class KeyBounds:
         return not self.start and self.end is None
 
     def ranges(self, groups: range) -> list[KeyRange]:
-        """Return the ranges of stored keys in these key groups."""
         ranges: list[KeyRange] = []
         for group in groups:
             begin = group.to_bytes(KEY_GROUP_BYTES, "big")
@@ -148,18 +143,12 @@ class KeyBounds:
 
 
 def pairs_of(view: PartitionView, rows: VariableRows, groups: range, bounds: KeyBounds) -> Pairs:
-    """Return the pairs that rows are made of, by family.
-
-    All iterators are opened at once, so that they show the same moment.
-    """
+    """Return the pairs that rows are made of, by family. All are opened at once, so that they show the same moment."""
     return {family: _checked(_pairs(view, rows, family, groups, bounds)) for family in rows.families}
 
 
 def _checked(pairs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the pairs as long as the request is wanted.
-
-    The check is here because many pairs may make no row for long.
-    """
+    """Yield the pairs as long as the request is wanted. Checked here, because many pairs may make no row for long."""
     for batch in pairs:
         raise_if_cancelled()
         yield batch
@@ -185,10 +174,7 @@ def _pairs(
 
 
 def has_row_per_pair(rows: VariableRows) -> bool:
-    """Return whether every stored pair is one row that never expires.
-
-    Then rows can be counted without reading values.
-    """
+    """Return whether each stored pair is one row that never expires: then rows are counted without reading values."""
     return rows.kind in (ROWS, ROLLING, VALUE, TIMERS) and not rows.has_ttl
 
 
@@ -264,7 +250,6 @@ class RowSelection:
         return cls(pa.schema(fields), tuple(positions), tuple(_predicate(output, comparison) for comparison in where))
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the rows and columns of the answer among the given ones."""
         columns = [batch.column(i) for i in self.positions]
         if self.predicates:
             passing = reduce(pc.and_, [predicate(batch) for predicate in self.predicates])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -126,7 +126,6 @@ class ResolvedView:
 
     @cached_property
     def of_feature(self) -> tuple[int, ...]:
-        """The index of the query of each feature."""
         places = {place: source.query for source in self.sources for place, _ in source.places}
         return tuple(places[i] for i in range(len(places)))
 
@@ -135,10 +134,7 @@ class ResolvedView:
         return self.located.view.max_age_seconds
 
     def keys_of(self, source: _Source, keys: Any) -> Any:
-        """Return stored keys of the first operator, an array or a list, as those of another.
-
-        That may have other key groups.
-        """
+        """Return stored keys of the first operator, an array or a list, as those of another, by its key groups."""
         groups = source.location.key_groups
         if groups == self.sources[0].location.key_groups:
             return keys
@@ -158,7 +154,6 @@ class ResolvedView:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether msgpack has a value for each value of the columns."""
         return protocol.have_plain_values(self.columns)
 
     def row(self, values: Sequence[bytes | None], nulls_for: Sequence[int], defaults: bool) -> list[Any]:
@@ -314,6 +309,7 @@ class _KnownView:
         return tuple(owner.query_address for owner in places[first.run_id, first.operator.name].owners)
 
 
+@dataclass(eq=False, repr=False)
 class FeatureReads:
     """Answers for feature views, from ``reads`` and ``router``. Thread-safe.
 
@@ -321,14 +317,11 @@ class FeatureReads:
     up again; requests with a known revision do not wait for it.
     """
 
-    def __init__(
-        self, reads: protocol.StateReads, router: StateRouter, location: Callable[[str, str], OperatorLocation]
-    ) -> None:
-        self._reads = reads
-        self._router = router
-        self._location = location
-        self._known: dict[str, _KnownView] = {}
-        self._looking = threading.Lock()
+    _reads: protocol.StateReads
+    _router: StateRouter
+    _location: Callable[[str, str], OperatorLocation]
+    _known: dict[str, _KnownView] = field(default_factory=dict)
+    _looking: threading.Lock = field(default_factory=threading.Lock)
 
     def views(self, request: protocol.ViewsRequest) -> list[protocol.ViewLocation]:
         """Return one view, or all; of all, those that cannot be read now have a ``problem``."""
@@ -407,7 +400,6 @@ class FeatureReads:
         return None if at.isolation == "version" else self._reads.age_ms(run_id, version)
 
     def run_ids(self, view: str) -> list[str]:
-        """Return the runs that a known view reads."""
         known = self._known.get(view)
         return [] if known is None else known.view.run_ids
 

@@ -37,9 +37,7 @@ HEDGE_ANYWAY, HEDGE_ANYWAY_SECONDS, LEAST_HEDGE_ANYWAY = 20, 1.0, 3
 least number of delays: its host hangs.
 """
 COPY_AGAIN_SECONDS, MAX_COPY_AGAIN_SECONDS = 0.1, 1.0
-"""A copy that was too old is asked again after this many seconds, and then after twice as many each time, while no
-other host has answered.
-"""
+"""A copy that was too old is asked again after so many seconds, then after twice as many, while no host answers."""
 COPY_CONNECT_SECONDS = 0.25
 """Connecting to one of several hosts that may answer takes at most this many seconds."""
 SLOW_SECONDS = 2.0
@@ -84,7 +82,6 @@ class AnswerTimes:
         self._estimates: dict[int, tuple[float, float]] = {}
 
     def note(self, num_keys: int, seconds: float) -> None:
-        """Learn from an answer."""
         size = num_keys.bit_length()
         mean, deviation = self._estimates.get(size, (seconds, seconds / 2))
         deviation += (abs(seconds - mean) - deviation) / 4
@@ -119,26 +116,17 @@ class _Race(Generic[T]):
     failure: Exception | None = None
 
 
+@dataclass(eq=False, repr=False)
 class HedgedReads:
-    """Get each answer from the first host that has it. Thread-safe.
+    """Gets each answer from the first host that has it; ``local`` answers for ``local_address``. Thread-safe."""
 
-    Requests to ``local_address`` are answered by ``local`` in this process.
-    """
+    _connections: KvConnections
+    _local_address: str
+    _local: protocol.StateReads | None
+    clock: Callable[[], float] = time.monotonic
+    wait: WaitForAny = wait_for_any
 
-    def __init__(
-        self,
-        connections: KvConnections,
-        local_address: str,
-        local: protocol.StateReads | None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wait: WaitForAny = wait_for_any,
-    ) -> None:
-        self._connections = connections
-        self._local_address = local_address
-        self._local = local
-        self._clock = clock
-        self._wait = wait
+    def __post_init__(self) -> None:
         self._slow_until: BoundedDict[str, float] = BoundedDict(MAX_SLOW)
         self._times = AnswerTimes()
         self._budget = HEDGE_BURST  # without a lock: a lost update costs a hedge or saves one
@@ -163,12 +151,12 @@ class HedgedReads:
                 for race in pending:
                     if race.under_way and race.refused and not race.requests:
                         race.requests, race.refused = race.refused, []
-                        race.hedge_at = race.hedge_anyway_at = self._clock() + race.refused_seconds
+                        race.hedge_at = race.hedge_anyway_at = self.clock() + race.refused_seconds
                         race.refused_seconds = min(2 * race.refused_seconds, MAX_COPY_AGAIN_SECONDS)
                 exchanges = [exchange for race in pending for exchange in race.under_way]
                 if exchanges:
                     hedges = [race.hedge_at for race in pending if race.requests]
-                    ready = set(self._wait(exchanges, min([deadline, *hedges]) - self._clock()))
+                    ready = set(self.wait(exchanges, min([deadline, *hedges]) - self.clock()))
                     for race in pending:
                         self._collect(race, ready, deadline)
         finally:
@@ -179,10 +167,10 @@ class HedgedReads:
 
     def is_slow(self, request: ScatteredRequest[T]) -> bool:
         """Return whether the host of a request was slower than a copy, or could not be reached, a moment ago."""
-        return bool(self._slow_until) and self._slow_until.get(request.address, 0.0) > self._clock()
+        return bool(self._slow_until) and self._slow_until.get(request.address, 0.0) > self.clock()
 
     def _may_hedge(self, race: _Race[T]) -> bool:
-        now = self._clock()
+        now = self.clock()
         if not race.requests or now < race.hedge_at:
             return False
         if now < race.hedge_anyway_at:
@@ -212,7 +200,7 @@ class HedgedReads:
         except Exception as error:  # noqa: BLE001 - raised if no other host answers
             self._failed(race, request, error)
             return
-        now = self._clock()
+        now = self.clock()
         race.under_way[exchange] = request, now
         delay = self._times.hedge_delay(request.num_keys)
         race.hedge_at = now + delay
@@ -227,12 +215,12 @@ class HedgedReads:
             except Exception as error:  # noqa: BLE001 - raised if no other host answers
                 self._failed(race, request, error)
             else:
-                self._times.note(request.num_keys, self._clock() - sent_at)
+                self._times.note(request.num_keys, self.clock() - sent_at)
                 self._note_slow(overtaken)
                 return
             finally:
                 exchange.close()  # no effect if the answer has been read
-        if race.under_way and self._clock() >= deadline:
+        if race.under_way and self.clock() >= deadline:
             self._note_slow(race.under_way)
             silent = ", ".join(exchange.address for exchange in race.under_way)
             raise exceptions.HostUnavailableError(f"{silent} did not answer in time.") from race.failure
@@ -249,4 +237,4 @@ class HedgedReads:
     def _note_slow(self, hosts: Iterable[KvExchange | ScatteredRequest[T]]) -> None:
         for host in hosts:
             self._slow_until.pop(host.address, None)
-            self._slow_until[host.address] = self._clock() + SLOW_SECONDS
+            self._slow_until[host.address] = self.clock() + SLOW_SECONDS

@@ -1,6 +1,4 @@
-"""``StateRouter``: asks all owners of an operator's partitions at once, and combines their answers at one
-version.
-"""
+"""``StateRouter``: asks all owners of an operator's partitions at once, and combines their answers at one version."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TypeVar
@@ -36,6 +35,8 @@ from spark_bridge.queryable.routing.scatter_gather import (
     ScatteredRequest,
     ScatterGather,
     expected,
+    is_stable,
+    is_windowed,
 )
 from spark_bridge.state_format import layouts
 
@@ -109,7 +110,6 @@ class SeenVersions:
         return self._versions.get(run_id, 0)
 
     def note(self, run_id: str, version: int) -> None:
-        """Remember that a completed version has been seen."""
         if version <= self._versions.get(run_id, 0):
             return
         with self._lock:
@@ -162,16 +162,14 @@ MAX_RESTARTS = 3
 """The most times that all chunks of a large request are read again, before chunks are read from storage."""
 
 
+@dataclass(eq=False, repr=False)
 class VersionAlignment:
     """Ask several hosts until all their answers are of one version."""
 
-    def __init__(
-        self, hosts: ScatterGather, seen: SeenVersions, hedged: HedgedReads, clock: Callable[[], float]
-    ) -> None:
-        self._hosts = hosts
-        self._seen = seen
-        self._hedged = hedged
-        self._clock = clock
+    _hosts: ScatterGather
+    _seen: SeenVersions
+    _hedged: HedgedReads
+    _clock: Callable[[], float]
 
     def _answers(
         self, requests: Sequence[ScatteredRequest[T]], at: protocol.At, deadline: float
@@ -267,7 +265,6 @@ class PinnedVersion:
         self._restarts = MAX_RESTARTS
 
     def answered(self, version: int) -> None:
-        """Note the version of a chunk's answer."""
         if self.at.isolation == "completed":
             self.at = replace(self._asked, isolation="version", version=version, held_only=True)
 
@@ -307,9 +304,7 @@ def read_in_chunks(
 
 SMALL_LOOKUP_KEYS = 10_000
 SMALL_LOOKUP_SECONDS = 10.0
-"""The answer for few keys is waited for this many seconds at a time. A host that hangs may have lost its partitions by
-then.
-"""
+"""The answer for few keys is waited for so long at a time: a host that hangs may have lost its partitions then."""
 PROXY_STREAMS = 2
 """A proxy is asked for at most this many scans at once, where each owner would be asked for one."""
 ROUTED_OPERATORS = 64
@@ -422,11 +417,7 @@ class StateRouter:
         return version, joined_values(values, [share.positions for share in shares if share.positions is not None])
 
     def lookup_together(
-        self,
-        lookups: Sequence[tuple[OperatorLocation, str]],
-        keys: pa.BinaryArray,
-        at: protocol.At,
-        deadline: float,
+        self, lookups: Sequence[tuple[OperatorLocation, str]], keys: pa.BinaryArray, at: protocol.At, deadline: float
     ) -> tuple[int, list[pa.BinaryArray]]:
         """Return one version, and the stored values of the same keys in several operators of one run, as ``lookup``.
 
@@ -501,10 +492,7 @@ class StateRouter:
         keys: protocol.StoredKeys,
         deadline: float,
     ) -> KvExchange | None:
-        """Send the request of ``features`` if a connection to the host is free now; else return None.
-
-        Waits only if a proxy must be found.
-        """
+        """Send the request of ``features`` if a connection is free, else return None. Waits only to find a proxy."""
         address, packed, deadline = self._host_of_features(location, keys, deadline)
         return self._connections.begin_if_idle(address, request, packed, deadline)
 
@@ -532,10 +520,10 @@ class StateRouter:
         one key come together and in order, except for the rows of an aggregate by windows, which come from all hosts.
         """
         asked = replace(request, run_id=location.run_id, forward=self._forward)
-        is_windowed = self._table(location).is_windowed(request.state)
+        is_everywhere = is_windowed(location.operator.schema, request.state)
 
         def read(chunk: pa.BinaryArray, at: protocol.At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
-            shares = self._shares(location, chunk, is_windowed)
+            shares = self._shares(location, chunk, is_everywhere)
             copies = self._copies(location, at)
             requests = [ScatteredKeyRows(s, replace(asked, partitions=s.partitions), copies=copies) for s in shares]
             version, answers = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, chunk))
@@ -622,7 +610,7 @@ class StateRouter:
             address_of=lambda located, partition: self._scan_shares(located, [partition], in_order)[0][0],
             relocate=None if request.at.isolation == "latest" else relocate,
             timeout=self._connections.timeout,
-            is_stable=self._table(location).is_stable(request.state),
+            is_stable=is_stable(location.operator.schema, request.state),
             clock=self._clock,
             sleep=self._sleep,
         )
@@ -637,10 +625,7 @@ class StateRouter:
     def _scan_shares(
         self, location: OperatorLocation, partitions: list[int] | None, in_order: bool
     ) -> list[tuple[str, list[int]]]:
-        """Return the addresses to ask, each with its partitions.
-
-        A proxy is asked for the partitions of several owners in one scan, owner by owner.
-        """
+        """Return addresses with partitions; a proxy gets those of several owners in one scan, owner by owner."""
         shares = self._table(location).partitions_by_owner(partitions, in_order=in_order)
         if self._via is None:
             return shares

@@ -30,10 +30,7 @@ PendingScan: TypeAlias = KvExchange | Callable[[], protocol.StateAnswer]
 
 
 class RemoteRows:
-    """The rows that come over a connection.
-
-    The constructor waits for the first frame: then version and schema are known.
-    """
+    """Rows that come over a connection. The constructor waits for the first frame, with version and schema."""
 
     def __init__(self, stream: KvExchange) -> None:
         self.stream = stream
@@ -197,9 +194,8 @@ class ScanResumption:
         plan = self.plan
         deadline = plan.clock() + plan.timeout
         address = plan.address_of(location, partition)
-        request = replace(
-            plan.request, at=replace(plan.request.at, isolation="version", version=self.version), partitions=[partition]
-        )
+        at = replace(plan.request.at, isolation="version", version=self.version)
+        request = replace(plan.request, at=at, partitions=[partition])
         if location.run_id != plan.location.run_id:
             request = replace(request, run_id=location.run_id, previous_run=plan.location.run_id)
         source = scan_source(plan.open_stream(address, request, deadline))
@@ -209,9 +205,7 @@ class ScanResumption:
         return source
 
     def _check_same_rows(self, location: OperatorLocation) -> None:
-        """Raise ``RetiredRunError`` unless each partition has the same rows in the same order as when the scan
-        began.
-        """
+        """Raise ``RetiredRunError`` unless each partition has the same rows in the same order as at the beginning."""
         before = self.plan.location
         if location.query_id == before.query_id and _layout(location) == _layout(before):
             return
@@ -311,9 +305,8 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                     self.close()
                     raise
                 stream.source.close()
-                rest = ScanResumption(self._plan, self.version, relocate).rows(
-                    stream.partitions, stream.num_rows, error
-                )
+                resumption = ScanResumption(self._plan, self.version, relocate)
+                rest = resumption.rows(stream.partitions, stream.num_rows, error)
                 stream.source = LocalRows(self.version, self.schema, rest)
                 stream.is_resumed = True
                 continue

@@ -100,7 +100,6 @@ class RoutingTable:
         return [self.addresses[host] for host in self._hosts_of_groups.tolist()]
 
     def address_of(self, key: bytes) -> str:
-        """Return the query address of a stored key's owner."""
         try:
             address = self._addresses_of_groups[(key[0] << 8) | key[1]]
         except IndexError:
@@ -108,10 +107,7 @@ class RoutingTable:
         return address or self._no_owner()
 
     def shares_of(self, keys: pa.BinaryArray) -> list[KeyShare]:
-        """Return stored keys by owner.
-
-        Keys of one partition come together, so that the owner need not order them again.
-        """
+        """Return stored keys by owner. Those of a partition come together, so that owners need not order them again."""
         if len(self.addresses) == 1 or not len(keys):
             return [KeyShare(self.addresses[0] or self._no_owner(), keys, None)]
         even = even_rows(keys)
@@ -171,16 +167,6 @@ class RoutingTable:
                 shares.append((address, [partition]))
         return shares
 
-    def is_windowed(self, state: str | None) -> bool:
-        """Return whether the rows of one key may be in all partitions, because the window is a part of the stored
-        key.
-        """
-        return is_windowed(self.location.operator.schema, state)
-
-    def is_stable(self, state: str | None) -> bool:
-        """Return whether a version has the same rows at any time: no row expires."""
-        return is_stable(self.location.operator.schema, state)
-
     def _no_key(self, key: bytes) -> exceptions.UnknownKeyOrNamespaceError:
         return exceptions.UnknownKeyOrNamespaceError(
             f"{key!r} is not a stored key of operator {self.location.operator.name!r}: it begins with none of the "
@@ -198,22 +184,25 @@ class RoutingTable:
 
 @lru_cache(256)
 def is_windowed(schema: str, state: str | None) -> bool:
-    """Return whether the state variable ``state`` of an operator with that schema (JSON) is an aggregate by windows."""
+    """Return whether the state variable ``state`` of an operator with that schema (JSON) is an aggregate by windows.
+
+    Then the rows of one key may be in all partitions, because the window is a part of the stored key.
+    """
     return any(window_place(v) is not None for v in variables_of(schema, state))
 
 
 @lru_cache(256)
 def is_stable(schema: str, state: str | None) -> bool:
-    """Return whether the state variable ``state`` of an operator with that schema (JSON) is known to have no TTL."""
+    """Return whether the state variable ``state`` of an operator with that schema (JSON) is known to have no TTL.
+
+    Then a version has the same rows at any time.
+    """
     chosen = variables_of(schema, state)
     return bool(chosen) and all(v.ttl_ms is None for v in chosen)
 
 
 def variables_of(schema: str, state: str | None) -> list[StateVariable]:
-    """Return the state variables among which a host chooses the one to read (``OperatorPlan.variable``).
-
-    Empty if the schema is not known.
-    """
+    """Return the variables among which a host chooses (``OperatorPlan.variable``); none if the schema is not known."""
     variables = list(OperatorSchema.from_json(schema).in_use) if schema else []
     if state is None:
         own = [v for v in variables if v.name == DEFAULT_FAMILY]
@@ -407,10 +396,7 @@ T = TypeVar("T")
 
 
 class ScatterGather:
-    """Send requests to hosts and collect the answers.
-
-    Requests to ``local_address`` are answered by ``local`` in this process, without a network.
-    """
+    """Sends requests to hosts and collects the answers; ``local`` answers for ``local_address`` in this process."""
 
     def __init__(self, connections: KvConnections, local_address: str, local: protocol.StateReads | None) -> None:
         self._connections = connections
@@ -467,9 +453,7 @@ MOVED = (
     exceptions.UnknownKvStateKeyGroupLocationError,
     UnknownRunError,
 )
-"""Errors after which a new look-up of the location may help: a host has moved or died, the query or the coordinator was
-restarted.
-"""
+"""Errors after which a new look-up may help: a host has moved or died, query or coordinator were restarted."""
 BUSY = (QueryBusyError, exceptions.TooManyRequestsError)
 """Errors that pass with time: no partition has moved, and the host accepts no more requests for the moment."""
 PERMANENT = (exceptions.AccessDeniedError, exceptions.QueryTimeoutError, exceptions.WrongOperatorError)

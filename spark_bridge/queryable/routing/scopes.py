@@ -78,7 +78,6 @@ class ScopedOperators:
     _locate: Callable[[str, str | None], OperatorLocation]
 
     def visible(self) -> list[dict[str, Any]]:
-        """Return the operators of running queries that the token may read."""
         return [operator for operator in self._operators() if is_in_scope(self._scope, operator)]
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
@@ -225,9 +224,7 @@ class ScopedReads:
         return self._operators.visible()
 
     def described(
-        self,
-        describe: Callable[[protocol.DescribeRequest], dict[str, Any]],
-        request: protocol.DescribeRequest,
+        self, describe: Callable[[protocol.DescribeRequest], dict[str, Any]], request: protocol.DescribeRequest
     ) -> dict[str, Any]:
         """Return what ``describe`` answers, without the operators and statistics of requests that are out of scope."""
         if request.operator is not None:

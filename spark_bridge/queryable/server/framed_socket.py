@@ -38,10 +38,7 @@ _TIMES = struct.Struct("@ll")
 
 
 class ClientGoneError(Exception):
-    """The client has left, or takes no answers.
-
-    This error does not cross the network, unlike errors of forwarded requests.
-    """
+    """The client has left, or takes no answers. Unlike errors of forwarded requests, it does not cross the network."""
 
 
 class IdleClientError(ClientGoneError):
@@ -170,10 +167,7 @@ class FramedSocket:
     # -- sending -------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[Any], deadline: float = math.inf) -> None:
-        """Send bytes-like objects one after the other.
-
-        Raises ``ClientGoneError`` if they are not taken by ``deadline``, a time of ``time.monotonic``.
-        """
+        """Send bytes-like objects one by one. Raises ``ClientGoneError`` if they are not taken by ``deadline``."""
         size = sum(map(len, parts))
         if size <= RECEIVE_BUFFER_BYTES:
             data = b"".join(parts)
@@ -258,9 +252,7 @@ class FramedSocket:
 
 
 TOKEN_SECONDS = 1.0
-"""A token that was checked longer ago is checked again: a revoked token ends its connections by the next request or
-rows.
-"""
+"""A token checked longer ago is checked again: a revoked one ends its connections by the next request or rows."""
 
 
 class ClientSession:
@@ -288,10 +280,7 @@ class ClientSession:
         return grant
 
     def check_client(self, now: float) -> None:
-        """Check that the client is connected and its token valid.
-
-        Raises ``ClientGoneError`` or ``AccessDeniedError``.
-        """
+        """Raise ``ClientGoneError`` if the client has left, ``AccessDeniedError`` if its token is no longer valid."""
         if self._frames.is_closed_by_client():
             raise ClientGoneError("The client has left.")
         self.check_token(now)

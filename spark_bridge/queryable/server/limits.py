@@ -105,10 +105,7 @@ class AdmissionLimiter:
         self._waiting: deque[_Waiter] = deque()
 
     def acquire(self, wait_seconds: float, amount: int = 1) -> None:
-        """Take ``amount``, after ``wait_seconds`` at most.
-
-        Raises ``TooManyRequestsError`` if that amount is not free by then.
-        """
+        """Take ``amount``. Raises ``TooManyRequestsError`` if it is not free after ``wait_seconds``."""
         with self._lock:
             if not self._waiting and self._free >= amount:
                 self._free -= amount
@@ -127,7 +124,6 @@ class AdmissionLimiter:
         raise self._refusal(wait_seconds, amount)
 
     def release(self, amount: int = 1) -> None:
-        """Release ``amount``."""
         with self._lock:
             self._free += amount
             if self._waiting:
@@ -144,7 +140,6 @@ class AdmissionLimiter:
 
     @property
     def taken(self) -> int:
-        """The amount that is taken now."""
         return self.amount - self._free
 
     def _admit(self) -> None:
@@ -231,18 +226,13 @@ def seconds_left(deadline: float) -> float:
 SUB_BUCKETS = 8
 """Buckets per power of two. A percentile is the middle of its bucket, so it is wrong by 1/16 (6 %) at most."""
 OCTAVES = 26
-"""Powers of two, from 1 microsecond to 67 seconds (2^26 microseconds). Faster and slower requests count as the first or
-last.
-"""
+"""Powers of two, from 1 us to 67 s (2^26 us). Faster and slower requests count as the first or last."""
 QUANTILES = (0.5, 0.9, 0.99)
 _frexp = math.frexp
 
 
 class LatencyHistogram:
-    """Counts by the logarithm of a latency, in 1.6 KB; not safe from several threads.
-
-    After HdrHistogram (Gil Tene): powers of two, each in linear steps.
-    """
+    """Counts by powers of two in linear steps, as HdrHistogram (Gil Tene), in 1.6 KB; not for several threads."""
 
     __slots__ = ("counts", "total")
 
@@ -255,12 +245,10 @@ class LatencyHistogram:
         self.total += 1
 
     def since(self, earlier: LatencyHistogram) -> LatencyHistogram:
-        """Return the latencies added since an earlier copy."""
         counts = array("Q", [a - b for a, b in zip(self.counts, earlier.counts, strict=True)])
         return LatencyHistogram(counts, self.total - earlier.total)
 
     def copy(self) -> LatencyHistogram:
-        """Return a copy of the counts as they are now."""
         return LatencyHistogram(self.counts[:], self.total)
 
     def counts_up_to(self, bounds: Sequence[float]) -> list[int]:
@@ -275,10 +263,7 @@ class LatencyHistogram:
         return list(accumulate(counts))
 
     def quantiles(self) -> list[float]:
-        """Return the latencies in seconds that the shares ``QUANTILES`` of requests did not exceed.
-
-        0.0 without requests.
-        """
+        """Return the seconds that the shares ``QUANTILES`` of requests did not exceed; 0.0 without requests."""
         if not self.total:
             return [0.0] * len(QUANTILES)
         seconds: list[float] = []
@@ -339,10 +324,7 @@ class _Series:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """The figures of one operator and verb since the deltas were last taken.
-
-    ``latencies`` are those of the requests in between.
-    """
+    """The figures and latencies of one operator and verb since the deltas were last taken."""
 
     operator: str
     verb: str

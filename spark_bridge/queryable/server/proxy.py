@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 import threading
@@ -134,7 +135,9 @@ class LocationCache:
             job_id = self._find(run_id, operator)
             cached = self._cached.get(job_id)
         if cached is None:
-            raise self._not_running(job_id, run_id)
+            if ended := self._ended.get(job_id):
+                raise exceptions.QueryEndedError(ended[0])
+            raise RetiredRunError(f"Run {run_id} of query {job_id} is not running; locate the operator again.")
         if cached.oracle.run_id != run_id:
             raise RetiredRunError(
                 f"Run {run_id} of query {cached.oracle.query_id} has been replaced by run {cached.oracle.run_id}; "
@@ -148,10 +151,7 @@ class LocationCache:
         return location
 
     def refresh(self, run_id: str) -> None:
-        """Fetch the oracle of a run again, because it was wrong or its owners do not answer.
-
-        Does nothing if it was fetched in the last ``FETCH_SECONDS``.
-        """
+        """Fetch the oracle of a run again, which proved wrong, unless it was fetched in the last ``FETCH_SECONDS``."""
         job_id = self._jobs.get(run_id)
         if job_id is not None:
             self._fetch(job_id, FETCH_SECONDS)
@@ -162,7 +162,6 @@ class LocationCache:
         self._stopping.clear()
 
     def stop(self) -> None:
-        """End the thread that refreshes."""
         self._stopping.set()
         self._wake.set()
 
@@ -205,7 +204,9 @@ class LocationCache:
                 oracle = self._coordinator.get_kv_state_location_oracle(job_id)
                 if oracle is None:
                     names = [o.name for o in cached.oracle.operators] if cached is not None else []
-                    self._require_not_ended(job_id, [*names, operator][0])
+                    if (name := [*names, operator][0]) is not None:
+                        with contextlib.suppress(UnknownError):
+                            self._coordinator.locate(name, job_id)  # raises if it remembers that the query has ended
             except EndedError as error:
                 self.update(job_id, None)
                 with self._lock:
@@ -225,15 +226,6 @@ class LocationCache:
             else:
                 now = self._clock()
                 self._put(_CachedOracle(oracle, now, now))
-
-    def _require_not_ended(self, job_id: str, operator: str | None) -> None:
-        """Raise the coordinator's ``QueryEndedError`` if it remembers that a query has ended."""
-        if operator is None:
-            return
-        try:
-            self._coordinator.locate(operator, job_id)
-        except UnknownError:
-            log.debug("The coordinator does not know query %s", job_id)
 
     def _made(self, oracle: KvStateLocationOracle, operator: str, with_schema: bool) -> OperatorLocation:
         if operator not in {o.name for o in oracle.operators}:
@@ -256,12 +248,6 @@ class LocationCache:
             owners,
             standbys=oracle.standbys,
         )
-
-    def _not_running(self, job_id: str, run_id: str) -> Exception:
-        ended = self._ended.get(job_id)
-        if ended is not None:
-            return exceptions.QueryEndedError(ended[0])
-        return RetiredRunError(f"Run {run_id} of query {job_id} is not running; locate the operator again.")
 
     # -- refreshes of oracles in use -----------------------------------------------------------
 
@@ -307,41 +293,29 @@ The client has more time, and waits without taking room here.
 """
 
 
+@dataclass(eq=False, repr=False)
 class ForwardingReads:
     """``StateReads`` of a proxy: answers requests with ``forward`` for all partitions, others for this host's.
 
-    ``own`` returns the ``StateReads`` of this host alone, and ``address`` its own query address; both are called once,
-    with the first request. Requests to other hosts have no ``forward``, so no request goes further than one step.
+    ``_find_own`` returns the ``StateReads`` of this host alone, and ``_address`` its own query address; both are called
+    once, with the first request. Requests to other hosts have no ``forward``, so no request goes further than one step.
     """
 
-    def __init__(
-        self,
-        own: Callable[[], protocol.StateReads],
-        address: Callable[[], str],
-        locations: LocationCache,
-        connections: KvConnections,
-        *,
-        patience: float = MAX_RETRY_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._find_own = own
-        self._address = address
-        self._locations = locations
-        self._connections = connections
-        self._patience = patience
-        self._clock = clock
-        self._sleep = sleep
+    _find_own: Callable[[], protocol.StateReads]
+    _address: Callable[[], str]
+    _locations: LocationCache
+    _connections: KvConnections
+    patience: float = MAX_RETRY_SECONDS
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
     @cached_property
     def own(self) -> protocol.StateReads:
-        """The answers of this host."""
         return self._find_own()
 
     @cached_property
     def router(self) -> StateRouter:
-        """The router that asks the other hosts."""
-        return StateRouter(self._connections, local=(self._address(), self.own), clock=self._clock, sleep=self._sleep)
+        return StateRouter(self._connections, local=(self._address(), self.own), clock=self.clock, sleep=self.sleep)
 
     @cached_property
     def _feature_reads(self) -> FeatureReads:
@@ -352,28 +326,20 @@ class ForwardingReads:
     def lookup(self, request: protocol.LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         if not request.forward:
             return self.own.lookup(request, keys)
-        return self._answer(
-            request,
-            lambda location, deadline: self.router.lookup(location, request.column_family, keys, request.at, deadline),
-        )
+        family, at = request.column_family, request.at
+        return self._answer(request, lambda of, deadline: self.router.lookup(of, family, keys, at, deadline))
 
     def lookup_one(self, request: protocol.LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         if not request.forward:
             return self.own.lookup_one(request, key)
-        return self._answer(
-            request,
-            lambda location, deadline: self.router.lookup_one(
-                location, request.column_family, key, request.at, deadline
-            ),
-        )
+        family, at = request.column_family, request.at
+        return self._answer(request, lambda of, deadline: self.router.lookup_one(of, family, key, at, deadline))
 
     def key_rows(self, request: protocol.KeyRowsRequest, keys: pa.BinaryArray) -> protocol.StateAnswer:
         if not request.forward:
             return self.own.key_rows(request, keys)
         return self._answer(
-            request,
-            lambda location, deadline: self.router.key_rows(location, request, keys, deadline),
-            with_schema=True,
+            request, lambda of, deadline: self.router.key_rows(of, request, keys, deadline), with_schema=True
         )
 
     def scan(self, request: protocol.ScanRequest) -> protocol.StateAnswer:
@@ -407,7 +373,7 @@ class ForwardingReads:
         return self._feature_reads.views(request)
 
     def features(self, request: protocol.FeaturesRequest, keys: pa.BinaryArray | bytes) -> protocol.FeatureAnswer:
-        deadline = self._clock() + self._connections.timeout
+        deadline = self.clock() + self._connections.timeout
 
         def moved(error: Exception) -> None:
             for run_id in self._feature_reads.run_ids(request.view):
@@ -454,12 +420,9 @@ class ForwardingReads:
         *,
         with_schema: bool = False,
     ) -> T:
-        """Return the result of ``ask``; retry for a short time if partitions have moved.
-
-        Raises the errors of the owners.
-        """
+        """Return the result of ``ask``; retry for a short time if partitions have moved. Raises the owners' errors."""
         run_id, operator = request.run_id, request.operator
-        deadline = self._clock() + self._connections.timeout
+        deadline = self.clock() + self._connections.timeout
 
         def attempt() -> T:
             return ask(self._locations.location(run_id, operator, with_schema=with_schema), deadline)
@@ -476,14 +439,14 @@ class ForwardingReads:
                 raise  # the client has named a run, and must find out which one is next
             except MOVED as error:
                 # From the first failure on: a connection to a dead machine alone takes longer.
-                attempts = attempts or Attempts("", self._clock() + self._patience, clock=self._clock)
+                attempts = attempts or Attempts("", self.clock() + self.patience, clock=self.clock)
                 try:
                     delay = attempts.delay(error)
                 except exceptions.QueryTimeoutError:
                     moved(error)  # the client has more time, and may ask here again
                     raise error from None
                 moved(error)
-            self._sleep(delay)
+            self.sleep(delay)
 
     def _moved(self, run_id: str, error: Exception) -> None:
         if should_locate(error):
@@ -528,10 +491,7 @@ class KvStateClientProxy(KvStateServer):
         super().__init__(forwarding, tokens, ip=ip, port=port, limits=limits, tls=tls, host_id=host_id)
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """Return who owns which partitions of a query, as far as this proxy knows; else None. From any thread.
-
-        ``job_id`` is the id of the query.
-        """
+        """Return the owners of partitions by the id of a query, None if they are not known here. From any thread."""
         return self._locations.get(job_id)
 
     def update_kv_state_location_oracle(self, job_id: str, oracle: KvStateLocationOracle | None) -> None:

@@ -41,23 +41,23 @@ running, and the server whether the client is gone.
 """
 
 
+@dataclass(eq=False, repr=False)
 class RowSender:
     """Sends the rows of one answer until ``deadline``, in the context of the request.
 
     ``is_short``: the last batch is held back, to be sent together with the end. ``lag_ms`` is that of the version.
     """
 
-    def __init__(
-        self, frames: FramedSocket, answer: protocol.StateAnswer, deadline: float, is_short: bool, lag_ms: int
-    ) -> None:
-        self.num_rows = 0
-        self._frames = frames
-        self._answer = answer
-        self._deadline = deadline
-        self._is_short = is_short
-        self._lag_ms = lag_ms
-        self._held: list[Any] = []
-        self._is_begun = False
+    _frames: FramedSocket
+    _answer: protocol.StateAnswer
+    _deadline: float
+    _is_short: bool
+    _lag_ms: int
+    num_rows: int = 0
+    _held: list[Any] = field(default_factory=list)
+    _is_begun: bool = False
+
+    def __post_init__(self) -> None:
         self._sent_at = time.monotonic()
 
     def send(self, batch: pa.RecordBatch) -> None:
@@ -87,11 +87,10 @@ class RowSender:
 
     def last_frames(self) -> list[Any]:
         """Return the frames that are still to be sent: the rows held back, and the end."""
+        answer, lag_ms = self._answer, self._lag_ms
         if not self._is_begun:
-            self._held = protocol.frame(
-                protocol.RowsReply(self._answer.version, self._lag_ms), self._answer.schema.serialize()
-            )
-        return [*self._held, *protocol.frame(protocol.EndOfRows(self._answer.version, self.num_rows, self._lag_ms))]
+            self._held = protocol.frame(protocol.RowsReply(answer.version, lag_ms), answer.schema.serialize())
+        return [*self._held, *protocol.frame(protocol.EndOfRows(answer.version, self.num_rows, lag_ms))]
 
 
 def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -114,6 +113,7 @@ SLOW_LOOKUP_SECONDS = 5.0
 LARGE_ANSWER_BYTES = 1 << 16
 
 
+@dataclass(eq=False, repr=False)
 class ServedRequest:
     """Implements ``RequestContext`` for one request, within a ``with``. For the thread of the connection.
 
@@ -122,28 +122,18 @@ class ServedRequest:
     ``stopping`` is set when the server stops.
     """
 
-    def __init__(
-        self,
-        session: ClientSession,
-        frames: FramedSocket,
-        limits: RequestLimits,
-        stopping: threading.Event,
-        limiter: AdmissionLimiter,
-        slow: AdmissionLimiter | None = None,
-        may_stay: bool = True,
-    ) -> None:
-        self.rows: RowSender | None = None
-        self._session = session
-        self._frames = frames
-        self._limits = limits
-        self._stopping = stopping
-        self._limiter = limiter
-        self._slow = slow
-        self._may_stay = may_stay
-        self._admitted_by: AdmissionLimiter | None = None
-        self._noted = 0
-        self._reserved = 0
-        self._keep = ExitStack()
+    _session: ClientSession
+    _frames: FramedSocket
+    _limits: RequestLimits
+    _stopping: threading.Event
+    _limiter: AdmissionLimiter
+    _slow: AdmissionLimiter | None = None
+    _may_stay: bool = True
+    rows: RowSender | None = None
+    _admitted_by: AdmissionLimiter | None = None
+    _noted: int = 0
+    _reserved: int = 0
+    _keep: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> ServedRequest:
         self._admit(self._limiter)
@@ -216,9 +206,7 @@ MAX_AWAIT_SECONDS = 30.0
 AWAIT_SLICE_SECONDS = 1.0
 """Seconds between two checks, by a thread that waits for a version, of the server and the client."""
 COMPUTE_SLOT_BYTES = 1 << 18
-"""Lookups of at most this many bytes of keys are worked on one at a time. A larger one would keep the others waiting
-for too long.
-"""
+"""Lookups of at most so many bytes of keys are worked on one at a time: a larger one would keep the others waiting."""
 _ONE_KEY = memoryview(b"\x01\x00\x00\x00")
 _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 """``pack_bytes`` of one null."""
@@ -226,10 +214,7 @@ _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 
 @dataclass(frozen=True)
 class ServerContext:
-    """The parts that the connections of one server share.
-
-    ``describe`` answers a ``DescribeRequest``; ``stopping`` is set when the server stops.
-    """
+    """The parts that the connections of one server share. ``stopping`` is set when the server stops."""
 
     reads: protocol.ServedReads
     tokens: TokenVerifier
@@ -242,10 +227,7 @@ class ServerContext:
 
 
 class RequestHandler:
-    """Answers the requests of one connection, one after the other, in the connection's thread.
-
-    It answers none before ``limit_to``.
-    """
+    """Answers the requests of one connection one by one, in its thread, but none before ``limit_to``."""
 
     _reads: protocol.ServedReads | ScopedReads
 

@@ -61,9 +61,8 @@ class ServerConnection:
     def __init__(self, server: ServerContext, connected: socket.socket) -> None:
         self._server = server
         self._limits = server.limits
-        self._frames = framed_socket.FramedSocket(
-            connected, server.admission.buffered_bytes, server.limits.wait_seconds
-        )
+        buffered, wait_seconds = server.admission.buffered_bytes, server.limits.wait_seconds
+        self._frames = framed_socket.FramedSocket(connected, buffered, wait_seconds)
         self._session = framed_socket.ClientSession(self._frames, server.tokens)
         self._handler = RequestHandler(server, self._frames, self._session)
         self._is_welcome = False
@@ -78,7 +77,6 @@ class ServerConnection:
             log.debug("A connection ended: %s", error)
 
     def refuse(self, error: Exception) -> None:
-        """Tell a client why it is not served."""
         try:
             self._fail(error)
             self._frames.linger(MAX_HELLO_BYTES)
@@ -96,10 +94,7 @@ class ServerConnection:
             self._server.admission.connections.release()
 
     def _greet(self) -> bool:
-        """Check the token in the first frame, before anything else of the client is read.
-
-        Return whether it is valid.
-        """
+        """Return whether the token in the first frame is valid, before anything else of the client is read."""
         started = time.monotonic()
         try:
             try:
@@ -129,16 +124,9 @@ class ServerConnection:
             self._fail(error)
             self._frames.linger(MAX_HELLO_BYTES)
             return False
-        limits = self._limits
-        self._handler.send(
-            protocol.Welcome(
-                protocol.PROTOCOL,
-                self._server.host_id,
-                limits.max_request_bytes,
-                limits.max_keys,
-                time_ns() // 1000,
-            )
-        )
+        host_id, limits = self._server.host_id, self._limits
+        most = (limits.max_request_bytes, limits.max_keys)
+        self._handler.send(protocol.Welcome(protocol.PROTOCOL, host_id, *most, time_ns() // 1000))
         self._observe("", "hello", started)
         return True
 
@@ -201,16 +189,12 @@ BACKLOG = 128
 MAX_UNAUTHENTICATED = 64
 """Connections whose clients have not shown a valid token yet; they do not count for ``max_connections``."""
 REFUSED_AT_ONCE = 16
-"""Clients beyond ``MAX_UNAUTHENTICATED`` that receive the reason for their refusal; further ones only find the
-connection closed.
-"""
+"""Clients beyond ``MAX_UNAUTHENTICATED`` that are told why they are refused; others find the connection closed."""
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
 ACCEPT_AGAIN_SECONDS = 0.1
 LIMITS_REMEDY = "Look at the limits of that process (ulimit -a) and at its log."
-"""The accepting thread waits this many seconds at a time: so it sees the end also where closing the listener does not
-wake it.
-"""
+"""The accepting thread waits so long at a time: it sees the end also where closing the listener does not wake it."""
 
 
 class KvStateServer:
@@ -252,10 +236,7 @@ class KvStateServer:
         return f"[{self._ip}]:{self._port}" if ":" in self._ip else f"{self._ip}:{self._port}"
 
     def start(self) -> None:
-        """Begin to answer; nothing happens if the server runs.
-
-        After ``shutdown`` it listens at the same address again, or raises ``OSError``.
-        """
+        """Begin to answer, unless the server runs; after ``shutdown`` at the same address, or raise ``OSError``."""
         with self._lock:
             if self._acceptor is not None:
                 return
@@ -263,26 +244,17 @@ class KvStateServer:
             listener.listen(BACKLOG)
             listener.settimeout(ACCEPT_SECONDS)
             self._listener = listener
+            limits, admission = self._limits, AdmissionControl(self._limits)
             running = ServerContext(
-                self._reads,
-                self._tokens,
-                self._limits,
-                self.statistics,
-                self._host_id,
-                self.describe,
-                AdmissionControl(self._limits),
+                self._reads, self._tokens, limits, self.statistics, self._host_id, self.describe, admission
             )
             self._running = running
-            self._acceptor = threading.Thread(
-                target=self._accept, args=(listener, running), name=f"statestore-queries-{self._port}", daemon=True
-            )
+            name, args = f"statestore-queries-{self._port}", (listener, running)
+            self._acceptor = threading.Thread(target=self._accept, args=args, name=name, daemon=True)
             self._acceptor.start()
 
     def shutdown(self) -> None:
-        """Close the port and all connections, and end all threads: within 10 s, unless the store itself hangs.
-
-        May be repeated.
-        """
+        """Close port and connections, and end all threads: within 10 s, unless the store hangs. May be repeated."""
         with self._lock:
             listener, acceptor, running = self._listener, self._acceptor, self._running
             self._listener = self._acceptor = self._running = None
@@ -309,19 +281,12 @@ class KvStateServer:
             thread.join(seconds_left(deadline))
         left = [t.name for t in threads if t.is_alive()]
         if left:
-            log.warning(
-                "%d connections still answer a request %.0f s after the shutdown of %s: %s",
-                len(left),
-                SHUTDOWN_SECONDS,
-                self.server_address,
-                ", ".join(left[:5]),
-            )
+            some, seconds = ", ".join(left[:5]), SHUTDOWN_SECONDS
+            what = "%d connections still answer a request %.0f s after the shutdown of %s: %s"
+            log.warning(what, len(left), seconds, self.server_address, some)
 
     def describe(self, request: protocol.DescribeRequest) -> dict[str, Any]:
-        """Return the description of ``reads``, and as ``requests`` the counts of this server's answers.
-
-        A proxy overrides it for ``forward``.
-        """
+        """Return what ``reads`` describe, and the counts as ``requests``. A proxy overrides it for ``forward``."""
         described = self._reads.describe(request.operator, request.query)
         return {**described, "requests": self.statistics.snapshot(request.operator)}
 
@@ -361,12 +326,8 @@ class KvStateServer:
         if unauthenticated >= MAX_UNAUTHENTICATED + REFUSED_AT_ONCE:
             connected.close()
             return
-        thread = threading.Thread(
-            target=self._serve,
-            args=(connected, running, unauthenticated < MAX_UNAUTHENTICATED),
-            name="statestore-query",
-            daemon=True,
-        )
+        args = (connected, running, unauthenticated < MAX_UNAUTHENTICATED)
+        thread = threading.Thread(target=self._serve, args=args, name="statestore-query", daemon=True)
         with self._lock:
             self._connections[thread] = connected
         try:
@@ -397,12 +358,8 @@ class KvStateServer:
             if is_welcome:
                 connection.serve()
             else:
-                connection.refuse(
-                    TooManyRequestsError(
-                        f"{MAX_UNAUTHENTICATED} clients of this host have yet to say who they are, as many as may; "
-                        "try again, or ask other hosts."
-                    )
-                )
+                waiting = f"{MAX_UNAUTHENTICATED} clients of this host have yet to say who they are, as many as may"
+                connection.refuse(TooManyRequestsError(f"{waiting}; try again, or ask other hosts."))
         except OSError as error:  # in the handshake: the client speaks no TLS, or another version, or is gone
             log.debug("A connection was not made: %s", error)
             if isinstance(error, ssl.SSLError) and connection is None:

@@ -74,10 +74,7 @@ class ClusterTokens:
         self._clock = clock
 
     def verify(self, token: str) -> Grant:
-        """See ``TokenVerifier``.
-
-        Raises also ``HostUnavailableError`` if revocations are not known; the remedy is to ask again.
-        """
+        """See ``TokenVerifier``. Raises also ``HostUnavailableError`` if revocations are not known: ask again."""
         if not token:
             raise AccessDeniedError(
                 "No token was given, and without one nothing is answered: a process attached to the Ray cluster gets "
@@ -133,10 +130,7 @@ class CoordinatorTokens:
         self._told_at = 0.0
 
     def verify(self, token: str) -> Grant:
-        """Verify a token; see ``TokenVerifier``.
-
-        Raises ``HostUnavailableError`` as long as the coordinator has not been reached.
-        """
+        """See ``TokenVerifier``. Raises ``HostUnavailableError`` until the coordinator has been reached."""
         if self._verifier is None:
             if not token:
                 raise AccessDeniedError("No token was given, and without one nothing is answered.")
@@ -146,7 +140,6 @@ class CoordinatorTokens:
         return self._verifier.verify(token)
 
     def ask(self) -> None:
-        """Ask the coordinator once for its tokens."""
         secret: str = self._call("token")
         self._revoked = frozenset(token.id for token in self._call("list_tokens") if token.revoked is not None)
         self._told_at = self._clock()

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -191,6 +191,7 @@ class SqlClient(Protocol):
 # State variables as the Arrow datasets that DuckDB reads, all of one statement at one version.
 
 
+@dataclass(eq=False, repr=False)
 class StatementSnapshot:
     """The state as one statement sees it: everything of a query is read at one version.
 
@@ -198,21 +199,18 @@ class StatementSnapshot:
     ``at`` does. ``at="watermark"`` is the watermark of each query's version.
     """
 
-    def __init__(
-        self, client: SqlClient, timeout: float | None = None, version: int | None = None, at: Any = None
-    ) -> None:
-        self._client = client
-        self._timeout = timeout
-        self._version = version
-        self._at = at
-        self._lock = threading.Lock()
-        self.versions: dict[str, int] = {}
-        """The version by query id. ``_lock`` guards the choice of a version."""
-        self.times: dict[str, dt.datetime] = {}
-        """The time of the rolling aggregates that were read, by query id."""
-        self.rolling: dict[str, CatalogTable] = {}
-        """By query id, a table of rolling aggregates that the statement reads."""
-        self._failure: Exception | None = None
+    _client: SqlClient
+    _timeout: float | None = None
+    _version: int | None = None
+    _at: Any = None
+    versions: dict[str, int] = field(default_factory=dict)
+    """The version by query id. ``_lock`` guards the choice of a version."""
+    times: dict[str, dt.datetime] = field(default_factory=dict)
+    """The time of the rolling aggregates that were read, by query id."""
+    rolling: dict[str, CatalogTable] = field(default_factory=dict)
+    """By query id, a table of rolling aggregates that the statement reads."""
+    _failure: Exception | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def failed(self, error: Exception) -> None:
         """Keep the first error of a scan, because DuckDB passes on only an error's message."""
@@ -224,7 +222,6 @@ class StatementSnapshot:
         return failure
 
     def scan(self, table: CatalogTable, pushdown: ScanPushdown, limit: int | None = None) -> VersionedRows:
-        """Begin to read rows at the version of this snapshot."""
         with self._lock:
             version = self.versions.get(table.query_id)
             if version is None:
@@ -304,7 +301,6 @@ class StateScanner:
 
     @property
     def projected_schema(self) -> pa.Schema:
-        """The columns asked for."""
         return pa.schema([self._rows.schema.field(name) for name in self._columns])
 
     def to_reader(self) -> pa.RecordBatchReader:

@@ -256,10 +256,7 @@ def _comparison(schema: pa.Schema, column: str, operator: Any, value: pa.Scalar)
 
 
 def _in(schema: pa.Schema, column: str, options: pa.StructScalar, *, nulls: bool) -> ColumnCondition | None:
-    """Return an ``in`` condition.
-
-    ``nulls``: a null among the values has no effect, because null rows do not pass anyway.
-    """
+    """Return an ``in`` condition. ``nulls``: a null among the values has no effect: null rows do not pass anyway."""
     values = [v for v in options["value_set"] if v.is_valid or not nulls]
     fitting = [_fitting(schema, column, v) for v in values]
     not_null = tuple(v for v in fitting if v is not None)
@@ -280,10 +277,7 @@ def _alternatives(node: FunctionCall, schema: pa.Schema) -> ColumnCondition | No
 
 
 def _fitting(schema: pa.Schema, column: str, value: pa.Scalar) -> pa.Scalar | None:
-    """Return a value in the type of its column.
-
-    None if the value is not exact in that type or in Python, or has no place in an order (null, NaN).
-    """
+    """Return a value in its column's type; None if it is not exact in that type or in Python, or is null or NaN."""
     if column not in schema.names or not value.is_valid:
         return None
     wanted = schema.field(column).type
@@ -318,10 +312,7 @@ def _where(conditions: Sequence[ColumnCondition]) -> list[Comparison]:
 
 
 def as_json(value: pa.Scalar) -> str | int | float | bool | None:
-    """Return a value in the form of ``Comparison``: a JSON value, or a string that Arrow casts to exactly this value.
-
-    Else None.
-    """
+    """Return a JSON value for ``Comparison``, or a string that Arrow casts to exactly this value; else None."""
     kind = value.type
     plain: Any = value.as_py()
     if isinstance(plain, bool | int | float | str):
@@ -374,12 +365,9 @@ def _bounds(
     else:
         return (tuple(fixed) or None), None, None
     column = key[len(fixed)]
-    low = [c.values[0].as_py() for c in conditions if c.column == column and c.operator in (">", ">=")]
-    high = [
-        _first_excluded(c, schema.field(column).type)
-        for c in conditions
-        if c.column == column and c.operator in ("<", "<=")
-    ]
+    bounds = [c for c in conditions if c.column == column]
+    low = [c.values[0].as_py() for c in bounds if c.operator in (">", ">=")]
+    high = [_first_excluded(c, schema.field(column).type) for c in bounds if c.operator in ("<", "<=")]
     ends = [value for value in high if value is not None]
     if fixed and not (low and ends):
         return tuple(fixed), None, None

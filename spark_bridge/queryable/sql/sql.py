@@ -79,9 +79,8 @@ class SqlLimits:
 
     def share_of(self, statements: int) -> SqlLimits:
         """Return the limits of each of so many statements at once that have these bytes together."""
-        return SqlLimits(
-            max(MIN_MEMORY_BYTES, self.memory_bytes // statements), self.threads, self.temp_bytes // statements
-        )
+        memory_bytes = max(MIN_MEMORY_BYTES, self.memory_bytes // statements)
+        return SqlLimits(memory_bytes, self.threads, self.temp_bytes // statements)
 
     def exceeded(self, error: object) -> RequestLimitError:
         """Return the error for a statement that needs more memory than it may use."""
@@ -159,10 +158,7 @@ def _taken(limits: SqlLimits) -> Any:
 def database_with_tables(
     duckdb: Any, tables: Mapping[tuple[str, ...], StateDataset], limits: SqlLimits, *, may_share: bool
 ) -> StatementDatabase:
-    """Return an empty database in memory with the tables.
-
-    It is used again afterwards if ``may_share``, and if no name is qualified.
-    """
+    """Return an empty database with the tables. It is used again if ``may_share``, and if no name is qualified."""
     database = StatementDatabase(duckdb, limits, may_share=may_share and all(len(name) == 1 for name in tables))
     connection = database.connection
     catalogs = {name[0].lower() for name in tables if len(name) == 3}
@@ -222,15 +218,9 @@ def run_on_own_connection(
     others.
     """
     variables: dict[str, Any] = {name[0]: dataset for name, dataset in tables.items() if len(name) == 1}
-    return eval(
-        "__statestore_connection.sql(__statestore_statement, **__statestore_params)",
-        {
-            **variables,
-            "__statestore_connection": connection,
-            "__statestore_statement": statement,
-            "__statestore_params": with_params,
-        },
-    )
+    variables |= {"__statestore_connection": connection, "__statestore_statement": statement}
+    variables["__statestore_params"] = with_params
+    return eval("__statestore_connection.sql(__statestore_statement, **__statestore_params)", variables)
 
 
 # The result of a SQL statement, as a DuckDB relation that raises the errors of the client.
@@ -437,13 +427,8 @@ def sql(
             raise_client_error(snapshot, error)
             raise
         exist = ", ".join(sorted(s.full_name for s in all_tables)) or "none"
-        more = " ".join(
-            [
-                *unclear,
-                f"Tables of running queries: {exist}. SQL reads operators; client.features(...) reads feature views.",
-            ]
-        )
-        raise UnknownOperatorError(f"{error}\n{more}") from error
+        known = f"Tables of running queries: {exist}. SQL reads operators; client.features(...) reads feature views."
+        raise UnknownOperatorError(f"{error}\n{' '.join([*unclear, known])}") from error
     except duckdb.Error as error:
         raise_client_error(snapshot, error, database)
         raise

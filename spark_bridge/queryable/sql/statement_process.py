@@ -84,16 +84,9 @@ class ProcessStatement:
         self.failure: Exception | None = None
         """The first error in this process. It has precedence over an error that the child reports."""
         try:
-            self._request = json.dumps(
-                {
-                    "statement": statement,
-                    "query_params": query_params,
-                    "version": version,
-                    "at": _text_of_at(at),
-                    "limits": asdict(self.limits),
-                    "operators": client.operators(),
-                }
-            ).encode()
+            request = {"statement": statement, "query_params": query_params, "version": version, "at": _text_of_at(at)}
+            request |= {"limits": asdict(self.limits), "operators": client.operators()}
+            self._request = json.dumps(request).encode()
         except TypeError as error:
             raise exceptions.RequestError(f"Parameters of such a statement are JSON values: {error}.") from error
         self._is_closed = self._is_sent = self._is_done = False
@@ -218,16 +211,12 @@ class _Process:
         with theirs, their_scans:
             arguments = (theirs.fileno(), their_scans.fileno(), str(self._directory))
             command = f"from {__name__} import run_statements; run_statements{arguments!r}"
+            paths = os.pathsep.join(map(os.path.abspath, sys.path))
             self.popen = subprocess.Popen(
                 [sys.executable, "-c", command],
                 stdin=subprocess.DEVNULL,
                 cwd=self._directory,
-                env={
-                    **os.environ,
-                    **_ENVIRONMENT,
-                    "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-                    "TMPDIR": str(self._directory),
-                },
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": paths, "TMPDIR": str(self._directory)},
                 pass_fds=(theirs.fileno(), their_scans.fileno()),
             )
         self._statements = ours
@@ -307,14 +296,8 @@ def _opened(statement: ProcessStatement, request: Any) -> VersionedRows:
         bounds: dict[str, Any] = {
             bound: tuple(value for name, value in row.items() if name.split()[0] == bound) or None for bound in _BOUNDS
         }
-        rows = statement.client.scan(
-            operator,
-            state,
-            where=[Comparison(*condition) for condition in where],
-            timeout=statement.timeout,
-            **bounds,
-            **asked,
-        )
+        conditions = [Comparison(*condition) for condition in where]
+        rows = statement.client.scan(operator, state, where=conditions, timeout=statement.timeout, **bounds, **asked)
     statement.versions.setdefault(asked["query"], rows.version)
     if rows.at is not None:
         statement.times[asked["query"]] = rows.at
@@ -441,9 +424,8 @@ def _run(request: dict[str, Any], limits: SqlLimits, scans: socket.socket, file:
     try:
         if base := _memory("VmData"):
             limit = base + limits.memory_bytes + UNCOUNTED_BYTES
-            resource.setrlimit(
-                resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most)
-            )
+            limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
         relation = sql(
             _ParentClient(request["operators"], scans),
             request["statement"],

@@ -305,7 +305,7 @@ def test_restarted_host_is_found_at_its_new_port(cluster: Cluster, connections: 
     with pytest.raises((HostUnavailableError, ConnectionClosedError, NotOwnerError)):
         look_up(connections, cluster, 0)
     mine = owned_by(cluster, 0) + owned_by(cluster, 1)
-    cluster.hosts[0].proxy._reads._patience = HANG  # type: ignore[attr-defined]
+    cluster.hosts[0].proxy._reads.patience = HANG  # type: ignore[attr-defined]
     assert look_up(connections, cluster, 0, mine) == (1, {1}), "the others are served, and wait for nothing"
     before = cluster.hosts[2].address
     cluster.replace_host(2)
