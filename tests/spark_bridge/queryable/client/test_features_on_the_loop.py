@@ -318,15 +318,21 @@ def test_keys_that_arrow_converts_are_for_threads(cluster: FeatureCluster, monke
 
 
 def test_requests_leave_nothing_to_the_garbage_collector(cluster: FeatureCluster) -> None:
-    """A collection of everything takes as long as a hundred requests, and they wait."""
+    """A collection of everything takes as long as a hundred requests, and they wait.
+
+    Threads of earlier tests that end leave something in one round. Requests would do so in each.
+    """
 
     async def steps(client: AsyncQueryableStateClient) -> None:
         gc.collect()
         gc.disable()
         try:
-            for user in range(USERS):
-                await answers(client, [user, (user + 1) % USERS])
-            assert gc.collect() < USERS
+            collected = []
+            for _ in range(3):
+                for user in range(USERS):
+                    await answers(client, [user, (user + 1) % USERS])
+                collected.append(gc.collect())
+            assert min(collected) < USERS, collected
         finally:
             gc.enable()
 
