@@ -296,10 +296,11 @@ def _converted(kind: str, values: list[Any]) -> list[Value]:
         return make(values)
     field = VALUE_TYPE_TO_PROTO_VALUE_MAP[ValueType[kind]]
     item, is_list, _ = kind.partition("_LIST")
-    convert = CONVERTED.get(item, lambda value: value)
+    convert = CONVERTED.get(item)
     if is_list:
-        return [NULL if v is None else Value(**{field: {"val": [*map(convert, v)]}}) for v in values]
-    return [NULL if v is None else Value(**{field: convert(v)}) for v in values]
+        lists = (v if v is None or convert is None else [*map(convert, v)] for v in values)
+        return [NULL if v is None else Value(**{field: {"val": v}}) for v in lists]
+    return [NULL if v is None else Value(**{field: v if convert is None else convert(v)}) for v in values]
 
 
 def _number_columns(answer: FeatureRows, kinds: Mapping[str, str]) -> dict[str, list[Value]]:

@@ -300,6 +300,6 @@ def first_difference(expected: pa.Table, actual: pa.Table) -> str | None:
         pairs = zip(keys, expected.column(name).to_pylist(), actual.column(name).to_pylist(), strict=True)
         for key, want, got in pairs:
             is_close = isinstance(want, float) and isinstance(got, float) and math.isclose(want, got)
-            if want != got and not is_close:
+            if type(want) is not type(got) or (want != got and not is_close):
                 return f"aircraft {key!r}: {name} is {got!r} in the state, {want!r} by pandas"
     return None

@@ -27,7 +27,7 @@ from spark_bridge.session.settings import Shutdown
 
 
 DRIVER_HEARTBEAT_SECONDS = 1.0
-HEARTBEAT_REMEDY = "See whether the coordinator runs and can be reached from the driver ('statestore status')."
+HEARTBEAT_REMEDY = "See whether the coordinator runs and can be reached from this process ('statestore status')."
 
 
 class DriverHeartbeats:

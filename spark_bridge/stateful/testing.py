@@ -202,7 +202,7 @@ class ProcessorTester:
     def test(self, key: Any, input: Sequence[Row]) -> list[Row]:
         """Return the rows that the processor returns for a key's rows; late rows are left out."""
         self._uses_pandas = False
-        return self._handle_rows(key, filter(self._is_in_time, input))
+        return self._handle_rows(key, iter([row for row in input if self._is_in_time(row)]))
 
     def testInPandas(self, key: Any, input: pd.DataFrame) -> pd.DataFrame:
         """Return the DataFrame that the processor returns for a key's DataFrame; late rows are left out."""
