@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
@@ -294,18 +295,24 @@ def _coroutine_of(
     async def method(self: AsyncQueryableStateClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._run(getattr(self._client, call.__name__), *args, **kwargs)
 
+    method.__qualname__ = f"AsyncQueryableStateClient.{call.__name__}"  # in warnings about a forgotten await
     return method
 
 
 def _wrapped(
-    call: Callable[Concatenate[QueryableStateClient, P], object], wrap: Callable[[Callable[[], Any]], T]
+    call: Callable[Concatenate[QueryableStateClient, P], object],
+    wrap: Callable[[Callable[[], Any]], T],
+    result: type[T],
 ) -> Callable[Concatenate[AsyncQueryableStateClient, P], T]:
-    """Return the method that wraps the call of a method of the other client."""
+    """Return the method that wraps the call of a method of the other client into a ``result``."""
 
     @wraps(call)
     def method(self: AsyncQueryableStateClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return wrap(partial(getattr(self._client, call.__name__), *args, **kwargs))
 
+    method.__qualname__ = f"AsyncQueryableStateClient.{call.__name__}"
+    method.__annotations__ = {**call.__annotations__, "return": result.__name__}
+    method.__signature__ = signature(call).replace(return_annotation=result)  # type: ignore[attr-defined]
     return method
 
 
@@ -443,10 +450,10 @@ class AsyncQueryableStateClient:
     count = _coroutine_of(QueryableStateClient.count)
     operators = _coroutine_of(QueryableStateClient.operators)
     describe = _coroutine_of(QueryableStateClient.describe)
-    scan = _wrapped(QueryableStateClient.scan, AsyncStateScan)
-    find = _wrapped(QueryableStateClient.find, AsyncStateScan)
-    key_rows = _wrapped(QueryableStateClient.key_rows, AsyncStateScan)
-    watch = _wrapped(QueryableStateClient.watch, lambda watch: AsyncStateWatch(watch()))
+    scan = _wrapped(QueryableStateClient.scan, AsyncStateScan, AsyncStateScan)
+    find = _wrapped(QueryableStateClient.find, AsyncStateScan, AsyncStateScan)
+    key_rows = _wrapped(QueryableStateClient.key_rows, AsyncStateScan, AsyncStateScan)
+    watch = _wrapped(QueryableStateClient.watch, lambda watch: AsyncStateWatch(watch()), AsyncStateWatch)
 
     async def sql(
         self,

@@ -43,7 +43,7 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DURATION = re.compile(
     r"(-?)P(?:(\d{1,9})D)?(?:T(?:(\d{1,9})H)?(?:(\d{1,9})M)?(?:(\d{1,18})(?:\.(\d{1,6}))?S)?)?", re.ASCII
 )
-_KEY_PART = re.compile(r'(?:"((?:[^"]|"")*)"|(?!")[^,]*)(?=,|\Z)')
+_KEY_PART = re.compile(r'(?:"([^"]*(?:""[^"]*)*)"|(?!")[^,]*)(?=,|\Z)')
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _encode = msgspec.json.Encoder().encode
 
@@ -321,8 +321,9 @@ def key_of_json(value: Any, schema: pa.Schema) -> Any:
     """
     if isinstance(value, dict) and set(value) == set(schema.names):
         return _key([value[name] for name in schema.names], schema)
-    is_in_list = isinstance(value, list) and len(value) == 1 and not pa.types.is_nested(schema.types[0])
-    if len(schema) == 1 and not is_in_list:
+    if len(schema) == 1 and not (
+        isinstance(value, list) and len(value) == 1 and not pa.types.is_nested(schema.types[0])
+    ):
         return _key([value], schema)
     if not isinstance(value, list) or len(value) != len(schema):
         wanted = ", ".join(f"{f.name}: {f.type}" for f in schema)

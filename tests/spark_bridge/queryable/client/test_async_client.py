@@ -63,6 +63,16 @@ def test_both_clients_take_the_same_arguments(verb: str) -> None:
     assert one == other
 
 
+@pytest.mark.parametrize(
+    ("verb", "result"), [("scan", "AsyncStateScan"), ("watch", "AsyncStateWatch"), ("count", "int")]
+)
+def test_the_other_clients_methods_say_what_they_return_and_whose_they_are(verb: str, result: str) -> None:
+    method = getattr(AsyncQueryableStateClient, verb)
+    assert method.__annotations__["return"] == result
+    assert method.__qualname__ == f"AsyncQueryableStateClient.{verb}"
+    assert inspect.iscoroutinefunction(method) == (verb == "count")
+
+
 def count_batches(client: AsyncQueryableStateClient) -> list[int]:
     """How many keys each batch of lookups has from now on."""
     sizes: list[int] = []
