@@ -196,6 +196,8 @@ def stopped_in_the_end(query: Any, is_ready: Callable[[], bool]) -> Iterator[Non
     """Wait until a query is ready for the block, and stop it behind the block."""
     try:
         while not is_ready():
+            if not query.isActive:
+                raise RuntimeError(f"The query ended before it was ready: {query.exception()}")
             time.sleep(0.05)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Two servers that speak the S3 protocol, count requests, and are as slow as they are told; each is a process.
+"""Two servers that speak the S3 protocol, count requests, and delay answers on command; each is a process.
 
 ``proxied_s3`` is moto's server, as in the tests, behind a proxy that adds ``delay`` seconds to a request before the
 server sees it, and ten times as much to one request of 200 with ``tail``: each bucket has its own delay and its own
@@ -25,6 +25,7 @@ import random
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -46,7 +47,7 @@ BURST_SECONDS = 0.01
 
 @dataclass
 class Traffic:
-    """What has gone through since the last look: requests by kind, bytes of content to the server and from it."""
+    """The traffic since the last look: requests by kind, and the bytes of content in both directions."""
 
     requests: Counter[str] = field(default_factory=Counter)
     sent: int = 0
@@ -134,12 +135,14 @@ class Request:
     head: bytes
 
 
-class Server:
+class Server(ABC):
+    @abstractmethod
     async def answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
-        raise NotImplementedError
+        """Answer one request."""
 
+    @abstractmethod
     def obey(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        """Carry out a command of the benchmark, and return the answer to it."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection, one after the other."""

@@ -95,7 +95,7 @@ def say(event: str, **what: Any) -> None:
 
 
 def copy_lags(described: dict[str, Any]) -> list[int]:
-    """Return by how many versions each copy of a partition is behind, of what the coordinator describes."""
+    """Return the number of versions that each copy of a partition lags, from the coordinator's description."""
     return [lag for q in described["queries"] for of in q["copy_lags"].values() for lags in of for lag in lags]
 
 

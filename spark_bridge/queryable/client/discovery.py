@@ -175,7 +175,7 @@ class CoordinatorDiscovery:
         return location
 
     def proxy(self) -> str:
-        """See ``Discovery``. Raises ``QueryableStateError`` if no query runs: then there are no hosts to ask."""
+        """See ``Discovery``. Raises ``QueryableStateError`` without a running query, since no host has state then."""
         if not self._addresses:
             running = self._coordinator.operators()
             if not running:

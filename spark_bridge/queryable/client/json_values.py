@@ -253,7 +253,7 @@ def _in_utc(time: dt.datetime) -> dt.datetime:
 
 
 def window_of_text(text: str) -> Any:
-    """Return the window of a text: start, or start/end. Raises ``UnknownKeyOrNamespaceError``."""
+    """Parse a window, "start" or "start/end". Raises ``UnknownKeyOrNamespaceError``."""
     try:
         times = [time_of(part) for part in text.split("/")]
     except (ValueError, OverflowError) as error:

@@ -354,7 +354,7 @@ class KeyLookups:
         return KeysWithWindows(self.view, self._window_length).columns(keys, window)
 
     def _window_length(self) -> int | None:
-        """Return the length of the operator's windows in us; it is looked up once. None if there are no windows yet."""
+        """Return the length of the operator's windows in us, looked up once; None before the first window."""
         name = self.view.window
         assert name is not None
         if name not in self.target.window_us:

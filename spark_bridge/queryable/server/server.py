@@ -189,7 +189,7 @@ BACKLOG = 128
 MAX_UNAUTHENTICATED = 64
 """Connections whose clients have not shown a valid token yet; they do not count for ``max_connections``."""
 REFUSED_AT_ONCE = 16
-"""Clients beyond ``MAX_UNAUTHENTICATED`` that are told why they are refused; others find the connection closed."""
+"""So many clients beyond ``MAX_UNAUTHENTICATED`` receive the reason of the refusal; others find a closed connection."""
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
 ACCEPT_AGAIN_SECONDS = 0.1

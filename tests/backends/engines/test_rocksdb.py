@@ -165,7 +165,7 @@ def test_a_partition_that_is_restored_opens_its_database_for_writing_once(locati
 
 @pytest.mark.parametrize(("removed", "error"), [("*", "had version 1 before and has version 0 now"), ("CURRENT", "")])
 def test_files_removed_under_a_database_that_was_only_read_lose_no_key(location, tmp_path, removed, error):
-    """RocksDB creates an empty database there, to which a commit would add its changes alone."""
+    """RocksDB creates an empty database there. A commit to it would keep its own changes and nothing else."""
     local = tmp_path / "local"
     with open_provider(location, local_dir=local) as provider:
         commit(provider, 0, a="1", b="1")
