@@ -431,12 +431,13 @@ class CoordinatorPort:
     # -- query clients -------------------------------------------------------------------------
 
     @message(Group.LOCATIONS, "operator", query=optional_string)
-    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+    def locate(self, operator: str, query: str | None = None, version: int | None = None) -> OperatorLocation:
         """Return the owners of an operator's partitions, and their addresses.
 
-        ``query`` is a name, query id or run id, needed if several queries have the operator. Raises ``QueryEndedError``
-        if the query that had the operator has ended, ``UnknownOperatorError``, and ``UnknownRunError`` from a
-        coordinator that was just started and may not know the query yet.
+        ``query`` is a name, query id or run id, needed if several queries have the operator. ``made_by`` of the answer
+        is of ``version``, or of the completed version. Raises ``QueryEndedError`` if the query that had the operator
+        has ended, ``UnknownOperatorError``, and ``UnknownRunError`` from a coordinator that was just started and may
+        not know the query yet.
         """
 
     @message(Group.LOCATIONS)

@@ -497,7 +497,8 @@ class OperatorLocation(Struct, frozen=True):
 
     ``watermark_ms`` is the watermark of the batch that made the completed version, in ms since 1970: of operators with
     rolling aggregates, and None as long as it is not known or there is none. ``standbys`` has, by host id of an owner,
-    the hosts that keep copies of its partitions.
+    the hosts that keep copies of its partitions. ``made_by`` is the run that made the version that was asked for, ""
+    if none is known.
     """
 
     query_id: str
@@ -509,6 +510,7 @@ class OperatorLocation(Struct, frozen=True):
     owners: tuple[HostInfo, ...]
     watermark_ms: int | None = None
     standbys: dict[str, tuple[HostInfo, ...]] = field(default_factory=dict)
+    made_by: str = ""
 
 
 class RunningView(Struct, frozen=True):

@@ -250,15 +250,20 @@ def lookup(
     from spark_bridge.session.current import current_cluster
     from spark_bridge.state_data.frames import state_place
 
-    fixed = _fixed(version)
+    number = _number(version)
     place: StatePlace | None = None
+    fixed: LookupRecord | None = None
+    is_fixed = number is not None or not df.isStreaming
     if checkpoint is None:
-        location: OperatorLocation = current_cluster().coordinator.locate(operator, query)
+        location: OperatorLocation = current_cluster().coordinator.locate(operator, query, number)
+        if is_fixed:
+            asked = location.completed_version if number is None else number
+            fixed = LookupRecord(asked, location.made_by, int(time.time() * 1000))
     else:
         place = state_place(df.sparkSession, checkpoint, state_location, storage_options)
         location = StoredReads(place).locate(operator, query)
-    if fixed is None and not df.isStreaming:
-        fixed = _now(location.completed_version) if place is None else looked_up_state.recorded_in_storage(place, None)
+        if is_fixed:
+            fixed = looked_up_state.recorded_in_storage(place, None, number)
     task, schema = planned_lookup(df, location, state, on, columns, how, fixed, place)
     return map_in_arrow(df, task.run, f"lookup_in_{operator}", schema)
 
@@ -309,16 +314,12 @@ def planned_lookup(
     return task, type(df.schema)([*df.schema.fields, *spark_schema(added).fields])
 
 
-def _fixed(version: Any) -> LookupRecord | None:
+def _number(version: Any) -> int | None:
     if version == "completed":
         return None
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise InvalidOperatorError(f'version={version!r}: give "completed", or the number of a version.')
-    return _now(version)
-
-
-def _now(version: int) -> LookupRecord:
-    return LookupRecord(version, "", int(time.time() * 1000))
+    return version
 
 
 def _names(on: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:

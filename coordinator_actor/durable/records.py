@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct, field, structs
 
 from backends.conf import check_name
-from backends.exceptions import FileExistsInStorageError
+from backends.exceptions import FileExistsInStorageError, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.fencing import RecordFiles, numbered_path, numbers_of
 from coordinator_actor.feature_views import FeatureView
@@ -212,6 +212,20 @@ class LookupRecord(Struct, frozen=True):
     version: int
     made_by: str
     at_ms: int
+
+    def require_made_by(self, run_id: str) -> None:
+        """Raise ``VersionNotFoundError`` unless ``run_id`` ("": none) made the version that was looked up.
+
+        Another run may have rolled back, and made the version again with other rows.
+        """
+        if not self.made_by or run_id == self.made_by:
+            return
+        what = f"Version {self.version} was looked up as run {self.made_by} had made it"
+        if run_id:
+            why = f"The query has rolled back since, and run {run_id} has replaced the version"
+        else:
+            why = "It is not kept any more"
+        raise VersionNotFoundError(f"{what}. {why}. Call lookup again to read a version that is kept.")
 
 
 class LookupRecords:

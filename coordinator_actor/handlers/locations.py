@@ -250,7 +250,7 @@ class Locations:
         self._registries = registries
         self._runs = registries.runs
 
-    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+    def locate(self, operator: str, query: str | None = None, version: int | None = None) -> OperatorLocation:
         served = self._runs.served()
         named = [run for run in served if query is None or run.is_named(query)]
         runs = [run for run in named if run.operator(operator) is not None]
@@ -282,16 +282,19 @@ class Locations:
         assert spec is not None
         assignment = assign_owners(self._registries, run)
         owners = tuple(assignment.owner(operator, p) for p in range(spec.num_partitions))
+        completed = run.versions.completed
+        manifest = run.versions.chain.get(completed if version is None else version)
         return OperatorLocation(
             run.registration.query_id,
             run.run_id,
             run.registration.name,
             spec,
             run.registration.key_groups,
-            run.versions.completed,
+            completed,
             owners,
             _watermark_of(run, spec),
             assignment.standbys_of(owners),
+            "" if manifest is None else manifest.run_id,
         )
 
     def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:

@@ -281,7 +281,8 @@ class StoredReads(PartitionedReads):
         try:
             newest = versions.newest_completed()
             version = versions.resolve(at.version if at.isolation == "version" else None)
-            self._require_same_run(versions, version)
+            if self._looked_up is not None and version == self._looked_up.version:
+                self._looked_up.require_made_by(versions.chain[version].run_id if version else "")
             plan = OperatorPlan.of(self._registration(versions, newest), operator)
             pieces = versions.reading(operator, version).pieces
         except VersionNotFoundError as error:
@@ -293,17 +294,6 @@ class StoredReads(PartitionedReads):
             # The last schema reads the rows of older versions too; the layout is that of the version.
             plan = replace(plan, spec=structs.replace(plan.spec, num_partitions=len(pieces)))
         return _StoredReading(plan, version, {piece.partition: piece for piece in pieces}, named_layout, self._opened)
-
-    def _require_same_run(self, versions: StateVersions, version: int) -> None:
-        """Raise ``VersionNotFoundError`` if a run has replaced the looked-up version since its record was read."""
-        record = self._looked_up
-        if record is None or not record.made_by or version != record.version:
-            return
-        if (run_id := versions.chain[version].run_id) != record.made_by:
-            raise VersionNotFoundError(
-                f"Version {version} was looked up as run {record.made_by} had made it. The query has rolled back "
-                f"since, and run {run_id} has replaced the version."
-            )
 
     @contextmanager
     def _opened(self, piece: Piece, version: int) -> Iterator[PartitionView]:

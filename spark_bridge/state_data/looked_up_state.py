@@ -110,8 +110,10 @@ def state_in_cluster(
             assert batch is not None, "a stream has batches, and all else has a fixed version"
             args = {"operator": operator, "query": query, "by": batch.by, "batch_id": batch.batch_id}
             return convert(endpoints.call_coordinator("look_up", args), LookedUp)
-        answer = endpoints.call_coordinator("locate", {"operator": operator, "query": query})
-        return LookedUp(convert(answer, OperatorLocation), fixed.version, fixed.at_ms)
+        args = {"operator": operator, "query": query, "version": fixed.version}
+        location = convert(endpoints.call_coordinator("locate", args), OperatorLocation)
+        fixed.require_made_by(location.made_by)
+        return LookedUp(location, fixed.version, fixed.at_ms)
 
     def attempts() -> Attempts:
         return Attempts(f"lookup in {operator!r}", time.monotonic() + endpoints.timeout, had_answer=True)
@@ -156,15 +158,18 @@ def in_storage(
     return LookedUpState(target.view(state), record.at_ms, values, matching)
 
 
-def recorded_in_storage(place: StatePlace, batch: Batch | None) -> LookupRecord:
-    """Return the version of a batch; outside a stream, the version that is completed now."""
+def recorded_in_storage(place: StatePlace, batch: Batch | None, version: int | None = None) -> LookupRecord:
+    """Return the version of a batch; without a batch a version, or the one that is completed now.
+
+    Raises ``VersionNotFoundError``.
+    """
     versions = StateVersions.look(place)
-    completed = versions.resolve(None)
+    number = versions.resolve(version)
     if batch is None:
-        made_by = versions.chain[completed].run_id if completed else ""
-        return LookupRecord(completed, made_by, int(time.time() * 1000))
+        made_by = versions.chain[number].run_id if number else ""
+        return LookupRecord(number, made_by, int(time.time() * 1000))
     records = LookupRecords(CheckpointStorage.open(place.state_location, place.options))
-    looked_up = LookedUpVersions(records, _StoredVersions(versions, completed))
+    looked_up = LookedUpVersions(records, _StoredVersions(versions, number))
     return looked_up.resolve(batch.by, batch.batch_id, time.time(), nullcontext())
 
 

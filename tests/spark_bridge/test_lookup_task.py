@@ -31,7 +31,7 @@ from spark_bridge.task.executor import ADDRESSES, RUN_ID, Endpoints
 from spark_bridge.task.executor import TOKEN as TASK_TOKEN
 from tests.collector import recorded_spans
 from tests.patience import PATIENCE
-from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, Cluster
+from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, Cluster, go_back
 from tests.spark_bridge.state_data.format_fixtures import Stored
 
 ROWS = pa.schema([("id", pa.int64()), ("who", pa.int32()), ("text", pa.string())])
@@ -145,6 +145,33 @@ def test_no_rows_no_known_keys_and_a_version_that_is_fixed(cluster: Cluster, end
         in_storage(find_state(str(cluster.root / "ck")), "totals", None, None, LookupRecord(9, "", 0)).values(
             pa.array([b"\x00\x00x"], pa.binary()), "default"
         )
+
+
+def test_a_version_in_hosts_that_is_made_again_during_a_job_is_an_error(cluster: Cluster, endpoints: Endpoints) -> None:
+    cluster.batch({user: (user * 11, f"user {user}") for user in range(0, 60, 2)})
+    first, location = rows(random.Random(6), 20), cluster.c.locate("totals")
+    record = LookupRecord(location.completed_version, location.made_by, 0)
+    assert (record.version, record.made_by) == (2, "run1")
+    before = state_in_cluster(endpoints, "totals", "q", None, None, record)
+    assert given(task(), first, before) == expected(first, 11, is_inner=False)
+
+    go_back(cluster, 1, "run2")
+    with pytest.raises(VersionNotFoundError, match=r"Version 2 .* as run run1 had made it\. It is not kept any more"):
+        state_in_cluster(endpoints, "totals", "q", None, None, record)
+    assert given(task(), first, before) == expected(first, 11, is_inner=False), "hosts have not heard of the new run"
+    cluster.batch({user: (user * 12, f"user {user}") for user in range(0, 60, 2)})
+    with pytest.raises(VersionNotFoundError, match="rolled back since, and run run2 has replaced the version"):
+        given(task(), first, before)
+    with pytest.raises(VersionNotFoundError, match="rolled back since, and run run2 has replaced the version"):
+        state_in_cluster(endpoints, "totals", "q", None, None, record)
+
+    # The error says to call lookup again. Version 1 is still the one that run1 made.
+    for version, maker, factor in ((None, "run2", 12), (1, "run1", 10)):
+        location = cluster.c.locate("totals", None, version)
+        again = LookupRecord(version or location.completed_version, location.made_by, 0)
+        assert again.made_by == maker
+        found = state_in_cluster(endpoints, "totals", "q", None, None, again)
+        assert given(task(), first, found) == expected(first, factor, is_inner=False)
 
 
 def test_a_version_that_is_made_again_between_the_record_and_the_read_is_an_error(cluster: Cluster) -> None:
