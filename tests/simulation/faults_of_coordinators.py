@@ -23,7 +23,7 @@ from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
 from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles, manifest_path
-from coordinator_actor.durable.records import LookupRecords
+from coordinator_actor.durable.records import LookupRecord, LookupRecords
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import HostRegistry
@@ -238,6 +238,10 @@ def no_lookup_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_lookup_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LookedUpVersions, "_keep", lambda self, by: None)
+
+
+def unchecked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookupRecord, "require_made_by", lambda self, run_id: None)
 
 
 def kept_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ from tests.simulation.cluster import Cluster, Session
 from tests.simulation.last_checks import check_kept, check_restored, refusal_of_start
 from tests.simulation.model import Stream
 from tests.simulation.network import STATESTORE_ERRORS, UnreachableError
-from tests.simulation.readers import ANSWER_SECONDS, SimulatedConnections
+from tests.simulation.readers import ANSWER_SECONDS, SimulatedConnections, is_other
 from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.sometimes import sometimes
 from tests.spark_bridge.state_surgery.surgery_steps import OwnWorkers
@@ -551,10 +551,7 @@ class StorageReader(Outsider):
         given = found.values(pa.array(model.KEYS, pa.binary()), DEFAULT_FAMILY).to_pylist()
         if self._first is None:
             self._first = record.version, given
-        elif any(
-            new != old and not (new is None and stream.model.is_forgotten(operator, key))
-            for key, old, new in zip(model.KEYS, self._first[1], given, strict=True)
-        ):
+        elif is_other(stream, operator, self._first[1], given):
             raise Violation(f"Version {record.version} was looked up as {self._first[1]}, and then as {given}.")
         else:
             sometimes("a version is looked up again in storage")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from backends.exceptions import VersionNotFoundError
+from coordinator_actor.durable.records import LookupRecord
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable.protocol import At, LookupReply, LookupRequest, pack_bytes, unpack_bytes
@@ -37,6 +38,8 @@ NEXT_BATCH = 0.3
 """How often a lookup query begins its next batch before it looks up."""
 CUT_OFF_SECONDS = 60.0
 """Within this many seconds a host that was cut off has heard that another one has taken its place, or is dead."""
+JOB_TASKS = 5
+"""So many tasks of a job look up, one after the other."""
 OLDER = 3
 """So many versions before the last one that it has seen a client asks for at most."""
 
@@ -222,8 +225,57 @@ class LookingUpQuery:
         given = values.to_pylist()
         if self._first is None:
             self._first = found.version, given
-        elif any(
-            new != old and not (new is None and stream.model.is_forgotten(operator, key))
-            for key, old, new in zip(model.KEYS, self._first[1], given, strict=True)
-        ):
+        elif is_other(stream, operator, self._first[1], given):
             raise Violation(f"Version {found.version} was looked up as {self._first[1]}, and then as {given}.")
+
+
+def is_other(stream: Stream, operator: str, before: list[bytes | None], now: list[bytes | None]) -> bool:
+    """Return whether the values of the keys differ, apart from keys that were forgotten since."""
+    pairs = zip(model.KEYS, before, now, strict=True)
+    return any(new != old and not (new is None and stream.model.is_forgotten(operator, key)) for key, old, new in pairs)
+
+
+class LookingUpJobs:
+    """Jobs of batch DataFrames that look up a stream's state: each task locates the hosts itself, as in ``lookups``.
+
+    All tasks of a job must get the same values of one version, or an error.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        clock: Callable[[], float] = lambda: world.scheduler.now  # noqa: E731
+        connections: Any = SimulatedConnections(world)
+        self._router = StateRouter(connections, clock=clock, sleep=world.scheduler.sleep)
+
+    def run(self) -> None:
+        """Run one job after the other until the world ends."""
+        s = self._world.scheduler
+        stream = self._world.streams[0]
+        while True:
+            s.sleep(s.random.random() * 3)
+            try:
+                self._job(stream, stream.model.operators[0])
+            except VersionNotFoundError as error:
+                if "has replaced the version" in str(error):
+                    sometimes("a job ends because its version was made again")
+                s.log("a job of lookups failed:", str(error))
+            except (UnreachableError, *STATESTORE_ERRORS) as error:
+                s.log("a job of lookups failed:", type(error).__name__, str(error))
+
+    def _job(self, stream: Stream, operator: str) -> None:
+        s = self._world.scheduler
+        record, first = None, None
+        for _ in range(JOB_TASKS):
+            port = self._world.sessions[-1].cluster.port()
+            location = port.locate(operator, stream.name, None if record is None else record.version)
+            if record is None:
+                record = LookupRecord(location.completed_version, location.made_by, 0)
+            record.require_made_by(location.made_by)
+            s.sleep(s.random.random() * 2)
+            at, keys = At("version", record.version), pa.array(model.KEYS, pa.binary())
+            _, answer = self._router.lookup(location, "default", keys, at, s.now + ANSWER_SECONDS)
+            values = answer.to_pylist()
+            if first is not None and is_other(stream, operator, first, values):
+                raise Violation(f"Tasks of a job looked up version {record.version} as {first}, and then as {values}.")
+            first = values
+            s.sleep(s.random.random() * 5)

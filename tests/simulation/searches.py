@@ -100,6 +100,14 @@ def in_which_local_files_go(world: World) -> None:
         stream.most_seconds, stream.backend = None, world.backends[0]
 
 
+def in_which_jobs_look_up(world: World) -> None:
+    """Have jobs look up, while the query rolls back all the time."""
+    world.faults.heal()
+    world.troubles.only = [world.troubles.ask_to_go_back]
+    world.restless, world.is_calm, world.num_jobs, world.pace = 5.0, False, 4, 0.5
+    world.streams[0].most_seconds, world.troubled_for = None, 80.0
+
+
 def in_which_keys_are_forgotten(world: World) -> None:
     """Have keys forgotten all the time, and little else go wrong."""
     world.troubles.only = [world.troubles.kill_coordinator, world.troubles.unload_all, world.troubles.kill_host]
@@ -170,6 +178,7 @@ WORLDS: dict[str, Prepare] = {
         in_which_copies_stand_by,
         in_which_hosts_fall_silent,
         in_which_local_files_go,
+        in_which_jobs_look_up,
         in_which_keys_are_forgotten,
         in_which_writes_come_late,
         in_which_forgetters_stall,

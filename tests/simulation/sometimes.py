@@ -78,6 +78,7 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
     "lookups": (
         "a version is recorded by a reader of storage",
         "a version is looked up again in storage",
+        "a job ends because its version was made again",
         "the record of a version that is gone is removed, as its error says",
     ),
 }

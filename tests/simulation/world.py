@@ -47,7 +47,7 @@ from tests.simulation.driver import HostClient, PerProcess, Query, QueryFailedEr
 from tests.simulation.model import SCHEMA, Model, Stream
 from tests.simulation.network import Network
 from tests.simulation.outsiders import Follower, Forgetter, Outsider, Saver, StorageReader
-from tests.simulation.readers import LookingUpQuery, QueryClient
+from tests.simulation.readers import LookingUpJobs, LookingUpQuery, QueryClient
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.sometimes import sometimes
 from tests.simulation.storage import Disk, Faults
@@ -248,6 +248,7 @@ class World:
         self.clusters: list[Cluster] = []
         self.sessions: list[Session] = []
         self.num_clients = 1
+        self.num_jobs = 0
         kinds: dict[int, tuple[type[Outsider], ...]] = {1: (Saver, StorageReader), 2: (Follower,), 3: (Forgetter,)}
         self.outsiders = [] if self.is_calm else [outsider(self) for outsider in kinds.get(seed % 4, ())]
         self.troubles = Troubles(self)
@@ -272,6 +273,8 @@ class World:
             s.spawn(self.outside, QueryClient(self).run, "query client")
         if not self.is_calm:  # a version that a batch looks up again may have to be loaded
             s.spawn(self.outside, LookingUpQuery(self).run, "a query that looks up")
+        for _ in range(self.num_jobs):
+            s.spawn(self.outside, LookingUpJobs(self).run, "jobs that look up")
         for outsider in self.outsiders:
             outsider.begin()
         s.spawn(self.outside, self.troubles.run, "trouble")
