@@ -58,6 +58,10 @@ class Disk:
     """When a file came, by location and path."""
     writer: Process | None = None
     """Who has asked for the write that is just carried out."""
+    is_late: bool = False
+    """A write is being carried out again, or long after its sender has given up."""
+    late: set[tuple[str, str]] = field(default_factory=set)
+    """The files that such a write has stored."""
     is_still: bool = False
     """Calls take no time and fail never: for those who only check."""
     watch: Callable[[str, str, str], None] = lambda verb, location, path: None
@@ -155,7 +159,14 @@ class SimulatedStorage:
         if not self.location.endswith("/statestore"):
             return
         if self._disk.faults.late_write and s.random.random() < self._disk.faults.late_write:
-            s.at(s.random.random() * LATEST, effect)
+            s.at(s.random.random() * LATEST, lambda: self._carry_out_late(effect))
+
+    def _carry_out_late(self, effect: Callable[[], Any]) -> None:
+        self._disk.is_late = True
+        try:
+            effect()
+        finally:
+            self._disk.is_late = False
 
     def put_new(self, path: str, data: bytes) -> FileRef:
         """Create a file; of several writers one succeeds."""
@@ -169,6 +180,7 @@ class SimulatedStorage:
             self._disk.writer = writer
             held[path] = bytes(data)
             self._disk.born[self.location, path] = scheduling.active.now
+            (self._disk.late.add if self._disk.is_late else self._disk.late.discard)((self.location, path))
             scheduling.active.log("stored", path)
             self._disk.watch("put", self.location, path)
             return True
