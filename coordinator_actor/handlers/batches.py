@@ -250,7 +250,7 @@ class Batches:
     def rebalance(self, query: str | None = None) -> dict[str, int]:
         moved = {}
         for run in self._runs.current():
-            if query is not None and not run.is_named(query):
+            if query is not None and not run.registration.is_named(query):
                 continue
             run.assignment.unbalance()
             # The thread that works on a run may wait for its storage. Its next batch moves the partitions.

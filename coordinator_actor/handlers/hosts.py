@@ -159,11 +159,7 @@ class Hosts:
             self._runs.remember_over(registration.run_id, refusal)
 
     def heartbeat_host(
-        self,
-        host_id: str,
-        incarnation: str,
-        held: Mapping[str, int] | None = None,
-        hand_over: HandOver | None = None,
+        self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None, hand_over: HandOver | None = None
     ) -> HostOrders:
         held = held or {}
         now = self._registries.clock()
@@ -295,9 +291,7 @@ class Hosts:
         """Drop the hosts without a heartbeat for the host timeout before ``now``, and those on dead nodes."""
         dead = self._dead_nodes()
         with self._registries.lock:
-            if dead:
-                self._registries.hosts.expire_nodes(dead, now)
-            self._registries.hosts.expire(now - self._timeout, now)
+            self._registries.hosts.expire(now - self._timeout, now, dead)
 
 
 def _take_report(run: QueryState, report: HostReport, now: float) -> None:

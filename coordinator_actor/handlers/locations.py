@@ -252,7 +252,7 @@ class Locations:
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         served = self._runs.served()
-        named = [run for run in served if query is None or run.is_named(query)]
+        named = [run for run in served if query is None or run.registration.is_named(query)]
         runs = [run for run in named if run.operator(operator) is not None]
         runs = _meant(runs)
         if not runs:
@@ -270,9 +270,7 @@ class Locations:
             message = f"{where} has an operator {operator!r}; operators that exist: {exist}"
             raise exceptions.WrongOperatorError(message) if is_final else exceptions.UnknownOperatorError(message)
         if len(runs) > 1:
-            names = ", ".join(
-                f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in runs
-            )
+            names = ", ".join(run.registration.title for run in runs)
             raise exceptions.WrongOperatorError(
                 f"Several running queries have an operator {operator!r}; say which with query=, by its name, query id "
                 f"or run id: {names}."
@@ -318,10 +316,9 @@ class Locations:
             return
         last = max(ended, key=lambda e: e.at)
         at = datetime.fromtimestamp(last.at, timezone.utc).isoformat(sep=" ", timespec="seconds")
-        of = last.registration
         raise exceptions.QueryEndedError(
-            f"Query {of.name or 'unnamed'} ({of.query_id}, run {of.run_id}), which had the operator {operator!r}, "
-            f"ended at {at} ({last.why}). Start it again, or read its state from the checkpoint with read_state."
+            f"Query {last.registration.title}, which had the operator {operator!r}, ended at {at} ({last.why}). Start "
+            "it again, or read its state from the checkpoint with read_state."
         )
 
     def operators(self) -> tuple[RunningOperator, ...]:
@@ -395,9 +392,9 @@ class FeatureViews:
         for other in self._having(view.name):
             if other.registration.state_location != run.registration.state_location:
                 raise exceptions.InvalidRequestError(
-                    f"Feature view {view.name!r} is declared for {_title(other)} already, and now for {_title(run)}: "
-                    f"its first feature has moved. Drop it first (statestore features {view.name} --drop), or take "
-                    "another name."
+                    f"Feature view {view.name!r} is declared for query {other.registration.title} already, and now for "
+                    f"query {run.registration.title}: its first feature has moved. Drop it first (statestore features "
+                    f"{view.name} --drop), or take another name."
                 )
         with run.lock:
             run.lifetime.require_current()
@@ -432,9 +429,10 @@ class FeatureViews:
                 "declare_feature_view declares one."
             )
         if len(runs) > 1:
+            names = ", ".join(f"query {run.registration.title}" for run in runs)
             raise exceptions.WrongOperatorError(
-                f"Several running queries have a feature view {view!r}: {', '.join(map(_title, runs))}. Their states "
-                "are copies of one another: in the program of one of them, call drop_feature_view."
+                f"Several running queries have a feature view {view!r}: {names}. Their states are copies of one "
+                "another: in the program of one of them, call drop_feature_view."
             )
         run = runs[0]
         (declared,) = (kept for kept in run.feature_views if kept.name == view)
@@ -447,10 +445,6 @@ class FeatureViews:
 
     def _having(self, view: str) -> list[QueryState]:
         return [run for run in self._runs.served() if any(kept.name == view for kept in run.feature_views)]
-
-
-def _title(run: QueryState) -> str:
-    return f"query {run.registration.name or 'unnamed'} ({run.registration.query_id}, run {run.run_id})"
 
 
 def _meant(having: Sequence[QueryState]) -> list[QueryState]:

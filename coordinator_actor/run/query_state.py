@@ -176,11 +176,6 @@ class QueryState:
         """Return every declared partition of every operator."""
         return iter(tasks_of(self.versions.layouts))
 
-    def is_named(self, query: str) -> bool:
-        """Return whether that is the name, the query id, the run id or the state location."""
-        of = self.registration
-        return query in (of.name, of.query_id, of.run_id, of.state_location)
-
     def has_partition(self, operator: str, partition: int) -> bool:
         """Return whether the run has such a partition."""
         spec = self.operator(operator)
