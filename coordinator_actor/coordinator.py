@@ -149,20 +149,19 @@ class Coordinator(CoordinatorPort):
 
         It does not wait for storage, because the thread that ends leases calls it.
         """
-        if not run.lock.acquire(blocking=False):
-            return
-        try:
+        with run.lock_if_free() as is_free:
+            if not is_free:
+                return
             savepoints = self.registries.runs.savepoints_of(run.run_id)
             if savepoints is not None:
                 savepoints.settle_in_memory()
                 if savepoints.holds_in_vain:
                     self._begin_once("letting go", run, partial(_settle, run, savepoints))
             now = self._clock()
-            for warning in (run.slow_warning(now, self._conf.slow_checkpoint), run.lag_warning(now)):
+            lagging = run.snapshot_lag.warning(run.versions.completed, now)
+            for warning in (run.slow_warning(now, self._conf.slow_checkpoint), lagging):
                 if warning is not None:
                     log.warning("%s", warning)
-        finally:
-            run.lock.release()
 
     def _begin_once(self, what: str, run: QueryState, work: Callable[[], None]) -> None:
         """Begin work on a run that may wait for storage, unless the same work is already under way."""

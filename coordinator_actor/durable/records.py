@@ -269,24 +269,19 @@ class FeatureViewsFile(Struct, frozen=True):
     views: tuple[FeatureView, ...]
 
 
-class FeatureViewRecords:
-    """The feature views of one state."""
+def read_feature_views(storage: CheckpointStorage) -> tuple[FeatureView, ...]:
+    """Return the feature views of a state, from the newest readable file; none if there is no file."""
+    files, lost = RecordFiles(storage), "The last declaration of feature views is lost, declare it again"
+    content = files.newest(FEATURE_VIEWS, files.numbers(FEATURE_VIEWS), FeatureViewsFile, lost)
+    return () if content is None else content.views
 
-    def __init__(self, files: RecordFiles) -> None:
-        self._files = files
 
-    def load(self) -> tuple[FeatureView, ...]:
-        """Return the views of the newest readable file; none if there is no file."""
-        lost = "The last declaration of feature views is lost, declare it again"
-        content = self._files.newest(FEATURE_VIEWS, self._files.numbers(FEATURE_VIEWS), FeatureViewsFile, lost)
-        return () if content is None else content.views
-
-    def write(self, views: tuple[FeatureView, ...]) -> None:
-        """Write a new file durably, and remove the ones before the last. Raises ``StorageError``."""
-        numbers = self._files.numbers(FEATURE_VIEWS)
-        self._files.append(FEATURE_VIEWS, FeatureViewsFile(views))
-        obsolete = [numbered_path(FEATURE_VIEWS, n) for n in numbers[: 1 - KEPT_FILES]]
-        self._files.storage.delete_all(obsolete)
+def write_feature_views(storage: CheckpointStorage, views: tuple[FeatureView, ...]) -> None:
+    """Write a new file durably, and remove the ones before the last. Raises ``StorageError``."""
+    files = RecordFiles(storage)
+    numbers = files.numbers(FEATURE_VIEWS)
+    files.append(FEATURE_VIEWS, FeatureViewsFile(views))
+    storage.delete_all([numbered_path(FEATURE_VIEWS, n) for n in numbers[: 1 - KEPT_FILES]])
 
 
 # Records of begun savepoints. They also hold a run that is being stopped with a savepoint.

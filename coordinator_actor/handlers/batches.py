@@ -196,7 +196,7 @@ class Batches:
                 return False
             counts = run.versions.add_snapshot(task, new, message.reused, message.descriptor)
             if counts:
-                run.snapshot_uploaded(task, new.version, self._registries.clock())
+                run.snapshot_lag.report_uploaded(task, new.version, self._registries.clock())
             return counts
 
     def acknowledge_many(
@@ -254,13 +254,8 @@ class Batches:
                 continue
             run.assignment.unbalance()
             # The thread that works on a run may wait for its storage. Its next batch moves the partitions.
-            if not run.lock.acquire(blocking=False):
-                moved[run.run_id] = 0
-                continue
-            try:
-                moved[run.run_id] = self._rebalance(run)
-            finally:
-                run.lock.release()
+            with run.lock_if_free() as is_free:
+                moved[run.run_id] = self._rebalance(run) if is_free else 0
         return moved
 
     def _rebalance(self, run: QueryState) -> int:

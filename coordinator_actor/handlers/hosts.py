@@ -238,14 +238,10 @@ class Hosts:
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._runs.savepoints_of(run.run_id)
-        # The holder of the lock may be waiting for storage. The next heartbeat repeats the orders.
-        is_pending = savepoints is not None and run.lifetime.is_current and savepoints.pending()
-        if savepoints is None or not is_pending or not run.lock.acquire(blocking=False):
+        if savepoints is None or not run.lifetime.is_current or not savepoints.pending():
             return []
-        try:
-            return list(savepoints.orders_for(host_id, assign_owners(self._registries, run)))
-        finally:
-            run.lock.release()
+        with run.lock_if_free() as is_free:  # else the next heartbeat repeats the orders
+            return list(savepoints.orders_for(host_id, assign_owners(self._registries, run))) if is_free else []
 
     def unregister_session(self, session_id: str) -> bool:
         return self._registries.end_session(session_id)

@@ -124,14 +124,12 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
     with suppress(exceptions.UnknownHostError):  # the last host is just leaving
         if not _spread(registries, run):
             assign_owners(registries, run)
-        if ownership.planned and run.lock.acquire(blocking=False):
-            try:
+        if ownership.planned:
+            with run.lock_if_free() as is_free:
                 before = ownership.current
                 is_idle = run.lifetime.is_current and run.machine.highest_opened < run.versions.completed
-                if is_idle and assign_owners(registries, run, moves=True) is not before:
+                if is_free and is_idle and assign_owners(registries, run, moves=True) is not before:
                     run.announce()
-            finally:
-                run.lock.release()
 
 
 def _spread(registries: Registries, run: QueryState) -> bool:
@@ -145,15 +143,13 @@ def _spread(registries: Registries, run: QueryState) -> bool:
             for lease in registries.hosts.leases.values()
             for warm in lease.hand_over.warm.get(run.run_id, {}).values()
         )
-    if has_copies or run.assignment.awaits_reports or not run.lock.acquire(blocking=False):
+    if has_copies or run.assignment.awaits_reports:
         return False
-    try:
-        is_untouched = run.machine.highest_opened < 0
+    with run.lock_if_free() as is_free:
+        is_untouched = is_free and run.machine.highest_opened < 0
         if is_untouched:
             assign_owners(registries, run, rebalance=True)
         return is_untouched
-    finally:
-        run.lock.release()
 
 
 def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None:
@@ -184,7 +180,7 @@ def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None
             files = run.versions.changelogs(operator, partition, copied)
             if files:
                 changelogs.setdefault(operator, {})[partition] = files
-        if (snapshot := run.newest_snapshot((operator, partition))) is not None:
+        if (snapshot := run.snapshot_lag.latest((operator, partition))) is not None:
             snapshots.setdefault(operator, {})[partition] = snapshot
     created_ms = run.versions.created_ms(completed)
     return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs, snapshots, created_ms)
@@ -518,14 +514,10 @@ class Figures:
     def checkpoint_stats(self, query: str, history_since: str = "") -> dict[str, Any]:
         run = self._runs.running(query, or_ended=True)
         savepoints = self._runs.savepoints_of(run.run_id)
-        changed = run.history.changed_since(history_since)
         return {
             "checkpoints": run.stats.snapshot(),
             "savepoints": {} if savepoints is None else savepoints.coordinator.stats.snapshot(),
-            "history": [as_plain(record) for record in changed.records],
-            "history_first": changed.first,
-            "history_mark": changed.mark,
-            "history_is_all": changed.is_all,
+            **run.history.changed_since(history_since),
         }
 
 

@@ -13,9 +13,8 @@ from backends.exceptions import MissingFileError, StorageError, UnsupportedLocat
 from backends.formats.manifest import PartitionEntry
 from backends.storage.checkpoint_storage import CreateIfAbsentProofs, OpenStorage
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
-from coordinator_actor.durable.records import FeatureViewRecords
+from coordinator_actor.durable.records import read_feature_views
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.batches import advance, catch_up, completed_for
@@ -142,7 +141,7 @@ class Queries:
             with other.lock:
                 if other.lifetime.is_current:
                     try:
-                        other.name_repeats()
+                        other.perform(other.machine.wait_no_more(self._registries.clock()))
                     except FencedError:
                         log.info("Run %s was already replaced in another cluster", other.run_id)
 
@@ -258,7 +257,7 @@ class Queries:
         completed = commits.next_batch()
         manifests.refresh()
         run = QueryState(registration, manifests, commits, self._registries.clock)
-        run.feature_views = FeatureViewRecords(RecordFiles(storage)).load()
+        run.feature_views = read_feature_views(storage)
         run.assignment.awaits_reports = True
         run.take_up(completed, newest.epoch)
         run.adopt(evolved_operators(run))

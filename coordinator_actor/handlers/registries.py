@@ -581,7 +581,7 @@ class Registries:
         with self.lock:
             self.hosts.prolong(seconds, now)
             for run in self.runs.by_id.values():
-                run.lifetime.prolong(seconds, now)
+                run.lifetime.driver_seen = min(now, run.lifetime.driver_seen + seconds)
             self.last_needed = min(now, self.last_needed + seconds)
             self._reports_until += seconds
 

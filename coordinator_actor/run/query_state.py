@@ -6,6 +6,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from msgspec import structs
 
@@ -18,7 +19,7 @@ from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracke
 from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter, TaskKey
 from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
-from coordinator_actor.durable.records import CheckpointRecords, FeatureViewRecords, LookupRecords
+from coordinator_actor.durable.records import CheckpointRecords, LookupRecords, write_feature_views
 from coordinator_actor.durable.spark_commits import SparkCommits, SparkLogs
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
 from coordinator_actor.feature_views import FeatureView
@@ -57,10 +58,6 @@ class RunLifetime:
         self.stopped_at: float | None = None
         self.retired_by: str | None = None
         self._maintenances = 0
-
-    def prolong(self, seconds: float, now: float) -> None:
-        """Let the lease of the driver run ``seconds`` longer."""
-        self.driver_seen = min(now, self.driver_seen + seconds)
 
     def maintained_at(self, now: float) -> None:
         """Record that garbage is being removed."""
@@ -152,9 +149,18 @@ class QueryState:
         self._announced: Completed | None = None
         self._announced_to: Mapping[str, Completed] = {}
         self._clock = clock
-        self._lag_conf = snapshot_lag or SnapshotLagConf()
-        self._lag: SnapshotLag | None = None
+        self.snapshot_lag = SnapshotLag(self.run_id, self.tasks(), clock(), conf=snapshot_lag)
         self._slow: int | None = None  # the checkpoint that a warning was made of
+
+    @contextmanager
+    def lock_if_free(self) -> Iterator[bool]:
+        """Hold the lock unless another thread does, which may wait for storage. Yield whether it is held."""
+        is_held = self.lock.acquire(blocking=False)
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                self.lock.release()
 
     # -- what the program declares -------------------------------------------------------------
 
@@ -294,7 +300,8 @@ class QueryState:
         savepoint = self.manifests.savepoints.hold_of(self.run_id) if was_known else None
         if savepoint is not None:
             self.machine.savepoint_hold = SavepointHold(savepoint.version, savepoint.checkpoint_id)
-        self._lag = SnapshotLag(self.run_id, self.tasks(), self._clock(), versions.completed, self._lag_conf)
+        conf = self.snapshot_lag.conf
+        self.snapshot_lag = SnapshotLag(self.run_id, self.tasks(), self._clock(), versions.completed, conf)
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -328,10 +335,6 @@ class QueryState:
 
     def _settle(self, version: int) -> None:
         self.perform(self.machine.settle(version, self._clock()))
-
-    def name_repeats(self) -> None:
-        """Name all acknowledged changes in a manifest: a newer run is about to replace this one."""
-        self.perform(self.machine.wait_no_more(self._clock()))
 
     def _require_own_schemas(self, version: int) -> None:
         """Raise ``LineageError`` if another program has written a version: this one would misread its rows."""
@@ -382,7 +385,7 @@ class QueryState:
     def keep_feature_views(self, views: tuple[FeatureView, ...]) -> None:
         """Keep these feature views in place of all earlier ones, first durably."""
         if views != self.feature_views:
-            FeatureViewRecords(RecordFiles(self.manifests.storage)).write(views)
+            write_feature_views(self.manifests.storage, views)
             self.feature_views = views
 
     # -- holds, and rewriting files ------------------------------------------------------------
@@ -444,19 +447,3 @@ class QueryState:
             f"Batch {batch.properties['version'] - 1} of run {self.run_id} has not been acknowledged for "
             f"{now - batch.started:.0f} s: {batch.describe_missing()}"
         )
-
-    def snapshot_uploaded(self, task: TaskKey, version: int, now: float) -> None:
-        """Record a snapshot that counts, for the warning about partitions whose snapshots lag behind."""
-        if self._lag is not None:
-            self._lag.report_uploaded(task, version, now)
-
-    def newest_snapshot(self, task: TaskKey) -> int | None:
-        """Return the version of the newest known snapshot of a partition. Needs no lock of the run.
-
-        None if hosts have uploaded none since this coordinator registered the run.
-        """
-        return None if self._lag is None else self._lag.latest(task)
-
-    def lag_warning(self, now: float) -> str | None:
-        """Return the warning about partitions whose snapshots lag behind; None if there is none, or no new one."""
-        return None if self._lag is None else self._lag.warning(self.versions.completed, now)
