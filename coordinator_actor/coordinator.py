@@ -77,8 +77,7 @@ class Coordinator(CoordinatorPort):
         self._registrations = ThreadPoolExecutor(REGISTRATION_THREADS, thread_name_prefix="statestore-registrations")
         self._beginning = threading.Lock()
         self._under_way: set[tuple[str, str]] = set()
-        host_timeout, lease_seconds = self._conf.host_timeout, self._conf.lease_seconds
-        self._hosts = Hosts(self.registries, self._queries, self.tokens, host_timeout, lease_seconds, apart, dead_nodes)
+        self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf, apart, dead_nodes)
         self._suspicions = Suspicions(self.registries, self._conf.silent_timeout, probe)
         locations = Locations(self.registries)
         handlers = (

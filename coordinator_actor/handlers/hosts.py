@@ -18,6 +18,7 @@ from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
 from coordinator_actor.handlers.locations import assign_owners, copied_to, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
@@ -43,8 +44,8 @@ TAKE_UP_SECONDS = 1.0
 class Hosts:
     """Registers hosts, renews their leases, and answers each heartbeat with orders for the host.
 
-    A host is lost after ``host_timeout`` without a heartbeat. It relies on its lease for ``lease_seconds``, because a
-    host on a silent machine is lost sooner (``Suspicions``).
+    A host is lost after ``conf.host_timeout`` without a heartbeat. It relies on its lease for ``conf.lease_seconds``,
+    because a host on a silent machine is lost sooner (``Suspicions``).
 
     ``apart`` does work that may wait for the storage of a query. ``dead_nodes`` gives the ids of the nodes that the
     cluster has declared dead, without waiting: a process that still runs there is ignored.
@@ -55,8 +56,7 @@ class Hosts:
         registries: Registries,
         queries: Queries,
         tokens: AccessTokens,
-        host_timeout: float,
-        lease_seconds: float,
+        conf: CoordinatorConf,
         apart: Apart,
         dead_nodes: Callable[[], Collection[str]],
     ) -> None:
@@ -66,8 +66,7 @@ class Hosts:
         self._runs = registries.runs
         self._queries = queries
         self._tokens = tokens
-        self._timeout = host_timeout
-        self._lease_seconds = lease_seconds
+        self._conf = conf
 
     def register_host(self, info: HostInfo, report: HostReport) -> None:
         with self._registries.lock:
@@ -85,8 +84,7 @@ class Hosts:
 
     def report_runs(self, host_id: str, incarnation: str, report: HostReport) -> None:
         with self._registries.lock:
-            self._registries.hosts.require(host_id, incarnation)
-            info = self._registries.hosts.leases[host_id].info
+            info = self._registries.hosts.require(host_id, incarnation).info
         self._process(info, report)
 
     def _process(self, info: HostInfo, report: HostReport) -> None:
@@ -166,7 +164,7 @@ class Hosts:
         with self._registries.lock:
             lease = self._registries.hosts.renew(host_id, incarnation, now)
             if lease is None:
-                return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._lease_seconds)
+                return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._conf.lease_seconds)
             self._registries.needed()
             reported = (lease.hand_over if hand_over is None else hand_over).giving
             if hand_over is not None and hand_over.number > lease.hand_over.number:
@@ -208,7 +206,7 @@ class Hosts:
             savepoints=savepoints,
             pending={run_id: ids for run_id, ids in pending.items() if ids},
             revoked_tokens=self._tokens.revoked(),
-            lease_seconds=self._lease_seconds,
+            lease_seconds=self._conf.lease_seconds,
             warm_up=tuple(order for run in current if (order := warm_up(run, host_id, lease.hand_over)) is not None),
             giving=giving,
             ended_runs=tuple(
@@ -287,7 +285,7 @@ class Hosts:
         """Drop the hosts without a heartbeat for the host timeout before ``now``, and those on dead nodes."""
         dead = self._dead_nodes()
         with self._registries.lock:
-            self._registries.hosts.expire(now - self._timeout, now, dead)
+            self._registries.hosts.expire(now - self._conf.host_timeout, now, dead)
 
 
 def _take_report(run: QueryState, report: HostReport, now: float) -> None:

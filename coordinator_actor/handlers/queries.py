@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from backends import spans
 from backends.exceptions import MissingFileError, StorageError, UnsupportedLocationError
@@ -301,25 +302,22 @@ class Queries:
 
     def _finish(self, run: QueryState) -> None:
         """Complete the versions that Spark has committed, and write the files for the next run. The query has ended."""
-        run_id = run.run_id
+        steps: tuple[tuple[Callable[[], None], str], ...] = (
+            # The commit of the last batch may not have been reported yet. Only this coordinator knows its repeated
+            # acknowledgements.
+            (partial(catch_up, self._runs, run), "The last version of run %s is not completed; the next run does it"),
+            # The snapshots only save time: the next run takes new ones.
+            (run.name_snapshots, "The last snapshots of run %s are not named in a manifest"),
+            (run.write_history, "The last checkpoints of run %s are not in the history"),
+        )
         with run.lock:
             if not run.lifetime.is_current:
                 return
-            try:
-                # The commit of the last batch may not have been reported yet. Only this coordinator knows its repeated
-                # acknowledgements.
-                catch_up(self._runs, run)
-            except (StorageError, CoordinatorError):
-                log.warning("The last version of run %s is not completed; the next run does it", run_id, exc_info=True)
-            try:
-                run.name_snapshots()
-            except (StorageError, CoordinatorError):
-                # The snapshots only save time: the next run takes new ones.
-                log.warning("The last snapshots of run %s are not named in a manifest", run_id, exc_info=True)
-            try:
-                run.write_history()
-            except (StorageError, CoordinatorError):
-                log.warning("The last checkpoints of run %s are not in the history", run_id, exc_info=True)
+            for step, warning in steps:
+                try:
+                    step()
+                except (StorageError, CoordinatorError):
+                    log.warning(warning, run.run_id, exc_info=True)
 
     def overdue(self, now: float) -> list[QueryState]:
         """Return the runs whose drivers have not renewed their leases for the driver timeout before ``now``."""

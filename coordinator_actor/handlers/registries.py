@@ -457,31 +457,34 @@ class HostRegistry:
             for partition in partitions
         ]
 
-    def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
-        """Renew and return a lease; None if this incarnation is not known."""
+    def find(self, host_id: str, incarnation: str) -> HostLease | None:
+        """Return the lease of exactly this incarnation; None if it is not registered."""
         lease = self.leases.get(host_id)
-        if lease is None or lease.info.incarnation != incarnation:
-            return None
-        lease.seen = now
+        return None if lease is None or lease.info.incarnation != incarnation else lease
+
+    def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
+        """Renew and return a lease; None if this incarnation is not registered."""
+        lease = self.find(host_id, incarnation)
+        if lease is not None:
+            lease.seen = now
         return lease
 
     def note_report(self, info: HostInfo, run_id: str, *, is_processed: bool = False, is_running: bool = False) -> None:
         """Record how far the report of a host about a run is. Heartbeats ask for the report until it is processed."""
-        lease = self.leases.get(info.host_id)
-        if lease is None or lease.info.incarnation != info.incarnation:
-            return
-        if is_processed:
+        lease = self.find(info.host_id, info.incarnation)
+        if lease is not None and is_processed:
             lease.reports.pop(run_id, None)
-        else:
+        elif lease is not None:
             lease.reports[run_id] = is_running
 
-    def require(self, host_id: str, incarnation: str) -> None:
-        """Raise ``UnknownHostError`` unless exactly this incarnation is registered."""
-        lease = self.leases.get(host_id)
-        if lease is None or lease.info.incarnation != incarnation:
+    def require(self, host_id: str, incarnation: str) -> HostLease:
+        """Return the lease of exactly this incarnation. Raises ``UnknownHostError`` if it is not registered."""
+        lease = self.find(host_id, incarnation)
+        if lease is None:
             raise exceptions.UnknownHostError(
                 f"Host {host_id} (incarnation {incarnation}) is not registered; register it again."
             )
+        return lease
 
     def nodes_of_session(self, session_id: str) -> Mapping[str, str]:
         """Return the node of each live host of a session, in the order of host ids. The result must not be changed."""

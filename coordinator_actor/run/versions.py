@@ -197,10 +197,7 @@ class QueryVersions:
         return self._pinned
 
     def plan_retention(
-        self,
-        min_versions_to_retain: int,
-        is_sound: Callable[[SnapshotRef], bool],
-        newest_at_ms: float | None = None,
+        self, min_versions_to_retain: int, is_sound: Callable[[SnapshotRef], bool], newest_at_ms: float | None = None
     ) -> None:
         """Decide which versions the next manifest keeps. ``is_sound`` returns whether a snapshot can be loaded.
 
@@ -389,11 +386,8 @@ class LookedUpVersions:
 
     def _unpin(self, by: str, batch_id: int) -> None:
         records = self._pins.get(by, {})
-        if batch_id in records:
-            left = {b: record for b, record in records.items() if b != batch_id}
-            if left:
-                self._pins[by] = left
-            else:
+        if records.pop(batch_id, None) is not None:
+            if not records:
                 del self._pins[by]
             self._keep(by)
 
