@@ -169,19 +169,15 @@ class AuditRecord(Struct, frozen=True):
     details: dict[str, str] = field(default_factory=dict)
 
 
-class AuditLog:
-    """The audit records of one state."""
+def append_audit_record(storage: CheckpointStorage, record: AuditRecord) -> None:
+    """Write an audit record of a state durably after the last one. Raises ``StorageError``."""
+    RecordFiles(storage).append(AUDIT, record)
 
-    def __init__(self, storage: CheckpointStorage) -> None:
-        self._files = RecordFiles(storage)
 
-    def append(self, record: AuditRecord) -> None:
-        """Write a record durably after the last one. Raises ``StorageError``."""
-        self._files.append(AUDIT, record)
-
-    def read(self) -> list[AuditRecord]:
-        """Return all records, the oldest first. Raises ``DamagedFileError``."""
-        return self._files.read_all([numbered_path(AUDIT, n) for n in self._files.numbers(AUDIT)], AuditRecord)
+def read_audit_records(storage: CheckpointStorage) -> list[AuditRecord]:
+    """Return all audit records of a state, the oldest first. Raises ``DamagedFileError``."""
+    files = RecordFiles(storage)
+    return files.read_all([numbered_path(AUDIT, n) for n in files.numbers(AUDIT)], AuditRecord)
 
 
 def caller() -> str:

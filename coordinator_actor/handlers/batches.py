@@ -12,7 +12,7 @@ from backends.exceptions import StateStoreError, VersionNotFoundError
 from backends.formats.manifest import Lineage
 from coordinator_actor import exceptions
 from coordinator_actor.handlers.locations import assign_owners
-from coordinator_actor.handlers.registries import Registries, RunRegistry
+from coordinator_actor.handlers.registries import Handler, RunRegistry
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
@@ -82,12 +82,8 @@ def completed_for(run: QueryState, host_id: str) -> Completed:
     return announced if run.lifetime.stopped_at is None else replace(announced, ended=True)
 
 
-class Batches:
+class Batches(Handler):
     """Opens batches and takes the acknowledgements of their tasks. All changes to a run are made under its lock."""
-
-    def __init__(self, registries: Registries) -> None:
-        self._registries = registries
-        self._runs = registries.runs
 
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         trace = spans.batch(request.run_id, request.batch_id + 1)
@@ -265,10 +261,6 @@ class Batches:
         after = assign_owners(self._registries, run, rebalance=True)
         run.announce()
         return sum(after.find(*task) != before.find(*task) for task in run.tasks())
-
-    def _require_host(self, host_id: str, incarnation: str) -> None:
-        with self._registries.lock:
-            self._registries.hosts.require(host_id, incarnation)
 
 
 def _refused(error: Exception) -> Refused:

@@ -22,7 +22,7 @@ from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
 from coordinator_actor.handlers.locations import assign_owners, copied_to, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries import HostLease, Registries
+from coordinator_actor.handlers.registries import Handler, HostLease, Registries
 from coordinator_actor.messages import (
     Completed,
     HandOver,
@@ -41,7 +41,7 @@ TAKE_UP_SECONDS = 1.0
 """How long the answer to a registration waits until the host's report is processed."""
 
 
-class Hosts:
+class Hosts(Handler):
     """Registers hosts, renews their leases, and answers each heartbeat with orders for the host.
 
     A host is lost after ``conf.host_timeout`` without a heartbeat. It relies on its lease for ``conf.lease_seconds``,
@@ -60,10 +60,9 @@ class Hosts:
         apart: Apart,
         dead_nodes: Callable[[], Collection[str]],
     ) -> None:
+        super().__init__(registries)
         self._apart = apart
         self._dead_nodes = dead_nodes
-        self._registries = registries
-        self._runs = registries.runs
         self._queries = queries
         self._tokens = tokens
         self._conf = conf
@@ -83,9 +82,7 @@ class Hosts:
         self._process(info, report)
 
     def report_runs(self, host_id: str, incarnation: str, report: HostReport) -> None:
-        with self._registries.lock:
-            info = self._registries.hosts.require(host_id, incarnation).info
-        self._process(info, report)
+        self._process(self._require_host(host_id, incarnation), report)
 
     def _process(self, info: HostInfo, report: HostReport) -> None:
         """Process what a host reports of each run, in threads separate from those of the run's messages."""

@@ -30,7 +30,7 @@ from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.manifests import schema_history
 from coordinator_actor.durable.records import as_plain
 from coordinator_actor.feature_views import FeatureView
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries import Handler, Registries
 from coordinator_actor.messages import (
     NOBODY,
     HandOver,
@@ -235,16 +235,12 @@ def needed_by(run: QueryState) -> set[str]:
     return owning | asked if run.machine.highest_opened >= completed else owning
 
 
-class Locations:
+class Locations(Handler):
     """Finds the owners of operators' partitions.
 
     Only ``look_up`` takes the lock of a run: that may be held during requests to storage, and clients must not wait for
     it.
     """
-
-    def __init__(self, registries: Registries) -> None:
-        self._registries = registries
-        self._runs = registries.runs
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         served = self._runs.served()
@@ -375,12 +371,11 @@ def _watermark_of(run: QueryState, spec: OperatorSpec) -> int | None:
         return None
 
 
-class FeatureViews:
+class FeatureViews(Handler):
     """Keeps the feature views of queries, and locates their operators. Only changes take the lock of a run."""
 
     def __init__(self, registries: Registries, locations: Locations) -> None:
-        self._registries = registries
-        self._runs = registries.runs
+        super().__init__(registries)
         self._locations = locations
 
     def declare_view(self, run_id: str, view: FeatureView) -> None:
@@ -462,13 +457,12 @@ REPORTED_SECONDS = 30.0
 """A driver with failing loops reports them every few seconds; an older report no longer counts."""
 
 
-class Figures:
+class Figures(Handler):
     """Describes the coordinator and its queries as plain dicts, lists, numbers and strings."""
 
     def __init__(self, coordinator_id: str, registries: Registries) -> None:
+        super().__init__(registries)
         self._coordinator_id = coordinator_id
-        self._registries = registries
-        self._runs = registries.runs
 
     def describe(self) -> dict[str, Any]:
         with self._registries.lock:

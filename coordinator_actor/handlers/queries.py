@@ -20,7 +20,7 @@ from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.batches import advance, catch_up, completed_for
 from coordinator_actor.handlers.locations import assign_owners
-from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Registries
+from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Handler, Registries
 from coordinator_actor.messages import Completed, InputPace, QueryRegistration, RegisteredQuery
 from coordinator_actor.run.compatibility import bound_elsewhere, evolved_operators, refusal_of
 from coordinator_actor.run.query_state import QueryState
@@ -30,7 +30,7 @@ from coordinator_actor.savepoints.savepoint_coordinator import InBackground, Run
 log = logging.getLogger(__name__)
 
 
-class Queries:
+class Queries(Handler):
     """Registers runs, completes their versions and ends them.
 
     ``coordinator_id`` is written to the claimed epochs. ``_registering`` has a lock per state location, held while a
@@ -45,9 +45,8 @@ class Queries:
         open_storage: OpenStorage,
         in_background: InBackground,
     ) -> None:
+        super().__init__(registries)
         self._coordinator_id = coordinator_id
-        self._registries = registries
-        self._runs = registries.runs
         self._conf = conf
         self._open_storage = open_storage
         self._in_background = in_background

@@ -610,3 +610,16 @@ class Registries:
         """Return whether a driver's session has ended."""
         with self.lock:
             return session_id in self._ended_sessions
+
+
+class Handler:
+    """Answers messages by the tables that all handlers share."""
+
+    def __init__(self, registries: Registries) -> None:
+        self._registries = registries
+        self._runs = registries.runs
+
+    def _require_host(self, host_id: str, incarnation: str) -> HostInfo:
+        """Return a host. Raises ``UnknownHostError`` unless exactly this incarnation is registered."""
+        with self._registries.lock:
+            return self._registries.hosts.require(host_id, incarnation).info
