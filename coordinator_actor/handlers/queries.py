@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from backends import spans
 from backends.exceptions import MissingFileError, StorageError, UnsupportedLocationError
@@ -18,7 +17,6 @@ from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFi
 from coordinator_actor.durable.records import read_feature_views
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
-from coordinator_actor.handlers.batches import advance, catch_up, completed_for
 from coordinator_actor.handlers.locations import assign_owners
 from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Handler, Registries
 from coordinator_actor.messages import Completed, InputPace, QueryRegistration, RegisteredQuery
@@ -182,7 +180,7 @@ class Queries(Handler):
         with run.lock:
             try:
                 # The progress event of a batch may have reached a coordinator that was being restarted.
-                catch_up(self._runs, run)
+                run.catch_up()
                 if not is_stopping:
                     run.end_recorded_hold()
             finally:  # failing storage must not hide the batch
@@ -202,12 +200,12 @@ class Queries(Handler):
             if run.is_taken_up:
                 self.take_up_versions(run_id)
                 return run.versions.completed > before
-            advance(self._runs, run, batch_id + 1, is_own=by_driver)
+            run.advance(batch_id + 1, is_own=by_driver)
             return True
 
     def see_commit(self, run_id: str, batch_id: int, host_id: str) -> Completed:
         self.batch_committed(run_id, batch_id)
-        return completed_for(self._runs.get(run_id), host_id)
+        return self._runs.get(run_id).completed_for(host_id)
 
     def deactivate_instances(self, run_id: str) -> bool:
         run = self._runs.find(run_id)
@@ -304,7 +302,7 @@ class Queries(Handler):
         steps: tuple[tuple[Callable[[], None], str], ...] = (
             # The commit of the last batch may not have been reported yet. Only this coordinator knows its repeated
             # acknowledgements.
-            (partial(catch_up, self._runs, run), "The last version of run %s is not completed; the next run does it"),
+            (run.catch_up, "The last version of run %s is not completed; the next run does it"),
             # The snapshots only save time: the next run takes new ones.
             (run.name_snapshots, "The last snapshots of run %s are not named in a manifest"),
             (run.write_history, "The last checkpoints of run %s are not in the history"),

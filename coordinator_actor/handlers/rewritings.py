@@ -6,7 +6,6 @@ from contextlib import suppress
 
 from backends.exceptions import StorageError
 from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, RetiredRunError, UnknownHostError
-from coordinator_actor.handlers.batches import catch_up
 from coordinator_actor.handlers.locations import assign_owners
 from coordinator_actor.handlers.registries import Handler
 from coordinator_actor.messages import HeldQuery, SavepointExported, SavepointStatus
@@ -44,7 +43,7 @@ class Rewritings(Handler):
                     "the stop, with the checkpoint location."
                 )
             renewed = current if hold and current is not None else run.machine.rewriting.begin(holder, now, seconds)
-            catch_up(self._runs, run)
+            run.catch_up()
             # Wait for long operations before any batch has to wait.
             waits_for = self._copied(run, now)
             first = None if batches is False else renewed.batch_id
@@ -155,7 +154,7 @@ class Savepoints(Handler):
         run = self._runs.running(query)
         with run.lock:
             run.lifetime.require_current()
-            catch_up(self._runs, run)
+            run.catch_up()
             base = path if path is not None else f"{run.registration.state_location}/savepoints"
             savepoints = self._runs.savepoints_of(run.run_id)
             if savepoints is None:

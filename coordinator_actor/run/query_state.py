@@ -21,7 +21,13 @@ from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
 from coordinator_actor.durable.records import CheckpointRecords, LookupRecords, write_feature_views
 from coordinator_actor.durable.spark_commits import SparkCommits, SparkLogs
-from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
+from coordinator_actor.exceptions import (
+    IncompleteBatchError,
+    InvalidRequestError,
+    LineageError,
+    RetiredRunError,
+    UnknownRunError,
+)
 from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.messages import MIRROR, Acknowledge, Completed, OperatorSpec, QueryRegistration
 from coordinator_actor.run.history import CheckpointHistory, SparkAtWork
@@ -108,6 +114,7 @@ class QueryState:
     (``is_mirror``) was that of the mirrored query; None for other runs. ``feature_views`` are those whose record is in
     the state of the query. ``unfinished_records`` are the paths of records that were being written at the last look for
     them. ``copy_lags`` has, by operator and partition, how many versions each standby copy that exists is behind.
+    ``when_completed`` is called after each completed version, for savepoints that wait for it.
     """
 
     def __init__(
@@ -144,6 +151,7 @@ class QueryState:
             lambda: used_together(manifests.storage.used, commits.used),
         )
         self.feature_views: tuple[FeatureView, ...] = ()
+        self.when_completed: Callable[[], None] = lambda: None
         self.is_taken_up = False
         self.looked_at: float | None = None
         self._announced: Completed | None = None
@@ -322,16 +330,51 @@ class QueryState:
         self.perform(self.machine.acknowledge(messages, self._clock()))
         return self.machine.named_by(version)
 
+    def catch_up(self) -> None:
+        """Complete the prepared version if Spark has committed its batch, even if no message has reported it yet.
+
+        Raises ``FencedError`` if another coordinator has taken over.
+        """
+        completed = self.versions.completed
+        following = self.versions.chain.get(completed + 1)
+        if following is not None and following.run_id == self.run_id and self.spark_logs.has(completed):
+            self._require_own()
+            self.complete(completed + 1)
+
+    def advance(self, version: int, *, is_own: bool = False) -> None:
+        """Complete a version, as Spark's commits say. Raises ``StaleBatchError`` or ``InvalidRequestError``.
+
+        ``is_own``: the run's driver or a task of its next batch reported it. Else the commit was only seen, and it may
+        be that of a run in another cluster which has replaced this one: raises ``FencedError`` if there is such a run.
+        """
+        if version == self.versions.completed:
+            return
+        self.machine.require_next(version)
+        if not self.spark_logs.has(version - 1):
+            raise InvalidRequestError(
+                f"Version {version} of run {self.run_id} cannot be completed: Spark's commits/{version - 1} does not "
+                f"exist in {self.registration.checkpoint_location}, or no longer."
+            )
+        if not is_own:
+            self._require_own()
+        self.complete(version)
+
+    def _require_own(self) -> None:
+        """Raise ``FencedError`` unless a seen commit is certainly this run's: others claim an epoch before theirs."""
+        self.manifests.epochs.check()
+
     def complete(self, version: int) -> None:
         """Complete a version: Spark has committed its batch."""
-        if self.machine.must_recover(version):
-            self._recover(version)
-            self._require_own_schemas(version)
-        else:
-            self._settle(version)
-        self.machine.complete(version, self._clock())
-        self.history.completed(self.versions.chain[version], self._clock())
-        self.announce()
+        with spans.span("coordinator.complete", spans.batch(self.run_id, version)):
+            if self.machine.must_recover(version):
+                self._recover(version)
+                self._require_own_schemas(version)
+            else:
+                self._settle(version)
+            self.machine.complete(version, self._clock())
+            self.history.completed(self.versions.chain[version], self._clock())
+            self.announce()
+        self.when_completed()
 
     def _settle(self, version: int) -> None:
         self.perform(self.machine.settle(version, self._clock()))
@@ -431,6 +474,14 @@ class QueryState:
         """Return the announcement for a host; None while the run is being registered. Needs no lock."""
         announced = self._announced
         return None if announced is None else self._announced_to.get(host_id, announced)
+
+    def completed_for(self, host_id: str) -> Completed:
+        """Return the last completed version, with the heads of a host's partitions. Needs no lock."""
+        self.lifetime.require_served()
+        announced = self.announcement_to(host_id)
+        if announced is None:
+            raise UnknownRunError(f"Run {self.run_id} is being registered; ask again.")
+        return announced if self.lifetime.stopped_at is None else structs.replace(announced, ended=True)
 
     # -- warnings ------------------------------------------------------------------------------
 

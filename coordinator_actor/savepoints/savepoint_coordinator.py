@@ -230,6 +230,7 @@ class RunSavepoints:
             timeout=timeout,
             clock=clock,
         )
+        run.when_completed = self.on_completed
 
     def trigger(self, request_id: str, base: str, *, stop: bool) -> None:
         """Begin a savepoint below the directory ``base``. A repeated request with the same id is a no-op.
@@ -409,6 +410,7 @@ class RunSavepoints:
     def shutdown(self, why: str) -> None:
         """Make all pending savepoints fail: the run is over."""
         log.debug("The savepoints of run %s end: %s", self._run.run_id, why)
+        self._run.when_completed = lambda: None
         self.coordinator.shutdown()
 
 
