@@ -240,7 +240,6 @@ class StateStoreCoordinator:
         return answer
 
     def _own_description(self) -> dict[str, Any]:
-        """Return the part of the coordinator's description that concerns this process."""
         return {
             "namespace": self._namespace,
             "node_ip": self._node_ip,

@@ -177,7 +177,6 @@ class HostInfo(Struct, frozen=True):
 
     @property
     def ip(self) -> str:
-        """Return the IP address of the host's node."""
         return self.address.rpartition("//")[2].rpartition(":")[0]
 
 
@@ -354,7 +353,6 @@ class ExportedFile(Struct, frozen=True):
 
     @property
     def ref(self) -> FileRef:
-        """Return the file as a ``FileRef``."""
         return FileRef(self.path, self.size, self.digest)
 
 
@@ -581,7 +579,6 @@ class OperatorOwners(Struct, frozen=True):
 
     @property
     def num_partitions(self) -> int:
-        """Return the number of partitions of the operator."""
         return len(self.owners)
 
 

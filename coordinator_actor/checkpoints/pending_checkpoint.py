@@ -131,7 +131,6 @@ class PendingCheckpoint:
 
     @property
     def is_fully_acknowledged(self) -> bool:
-        """Return whether every task has acknowledged the checkpoint."""
         return not self._missing
 
     @property
@@ -141,7 +140,6 @@ class PendingCheckpoint:
 
     @property
     def not_yet_acknowledged(self) -> set[TaskKey]:
-        """Return the tasks that have not acknowledged the checkpoint."""
         return set(self._missing)
 
     def state(self, task: TaskKey) -> Any:
@@ -154,12 +152,10 @@ class PendingCheckpoint:
 
     @property
     def num_not_yet_acknowledged(self) -> int:
-        """Return the number of tasks that have not acknowledged the checkpoint."""
         return len(self._missing)
 
     @property
     def num_acknowledged(self) -> int:
-        """Return the number of tasks that have acknowledged the checkpoint."""
         return len(self._tasks.keys) - len(self._missing)
 
     @property

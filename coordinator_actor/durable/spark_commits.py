@@ -296,7 +296,6 @@ class SparkLogs:
 
     @property
     def last_times(self) -> BatchTimes | None:
-        """Return the times that were read last."""
         last = self._last
         return None if last is None else last[1]
 

@@ -77,7 +77,6 @@ class InstanceRegistry:
         return locations
 
     def deactivate(self, run_id: str) -> None:
-        """Forget the instances of a run."""
         with self._lock:
             instances = self._runs.pop(run_id, {})
             if not self._runs:
@@ -201,7 +200,6 @@ class RunRegistry:
             return [run for run in self.by_id.values() if run.lifetime.is_served]
 
     def of_session(self, session_id: str) -> list[QueryState]:
-        """Return the registered runs of a driver's session."""
         with self._lock:
             return [run for run in self.by_id.values() if run.registration.session_id == session_id]
 
@@ -607,7 +605,6 @@ class Registries:
         return others
 
     def has_ended(self, session_id: str) -> bool:
-        """Return whether a driver's session has ended."""
         with self.lock:
             return session_id in self._ended_sessions
 

@@ -34,7 +34,6 @@ class Hold:
     until: float
 
     def holds(self, batch_id: int) -> bool:
-        """Return whether a batch waits."""
         return self.batch_id is not None and batch_id >= self.batch_id
 
 

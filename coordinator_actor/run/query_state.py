@@ -191,7 +191,6 @@ class QueryState:
         return iter(tasks_of(self.versions.layouts))
 
     def has_partition(self, operator: str, partition: int) -> bool:
-        """Return whether the run has such a partition."""
         spec = self.operator(operator)
         return spec is not None and 0 <= partition < spec.num_partitions
 
