@@ -252,8 +252,7 @@ class Hosts(Handler):
             stays = set(self._registries.hosts.staying(session_id))
         needed = {host_id for run in runs for host_id in needed_by(run)}
         is_known = not any(run.assignment.awaits_reports for run in runs) or not self._registries.expects_reports()
-        released = [h for h in leaving if h in lost or (is_known and h not in needed and h not in stays)]
-        return tuple(released)
+        return tuple(h for h in leaving if h in lost or (is_known and h not in needed and h not in stays))
 
     def report_failing_loops(self, session_id: str, process: str, failing: Sequence[FailingLoop]) -> None:
         with self._registries.lock:

@@ -99,7 +99,7 @@ class Queries(Handler):
         run.assignment.awaits_reports = was_known
         if was_known:
             run.files_in_use.await_renewals(self._registries.clock())
-        run.load(completed)
+        run.versions.load(manifests.chain(), completed)
         refusal = refusal_of(run, look.query, look.place)
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)

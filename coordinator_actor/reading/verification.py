@@ -160,8 +160,8 @@ def verify_version(
                 lost.append(f"{operator}/{p}")
                 damages[f"{operator}/{p}"] = Damage(piece.directory, operator, p, at, str(error))
     all_damages = (*damages_of_manifests(versions), *_damaged_records(storage), *(damages[i] for i in sorted(damages)))
-    of_rows = tuple(differences)
-    return Verification(at, len(files) + len(parts), read.nbytes, all_damages, tuple(lost), rows, of_rows)
+    num_files = len(files) + len(parts)
+    return Verification(at, num_files, read.nbytes, all_damages, tuple(lost), rows, tuple(differences))
 
 
 def _read_files(

@@ -248,10 +248,6 @@ class QueryState:
 
     # -- beginning -----------------------------------------------------------------------------
 
-    def load(self, completed: int) -> None:
-        """Load the manifests as they were read; ``completed`` is the version that Spark has committed."""
-        self.versions.load(self.manifests.chain(), completed)
-
     def take_up(self, completed: int, epoch: int) -> None:
         """Load the manifests of a run whose query has ended, as they were read; ``epoch`` is the run's last one.
 
@@ -259,7 +255,7 @@ class QueryState:
         """
         self.is_taken_up = True
         self.manifests.epochs.current = epoch
-        self.load(completed)
+        self.versions.load(self.manifests.chain(), completed)
         # Manifests that the query has removed are known here from earlier looks.
         self.manifests.forget({m.id for m in self.versions.chain.values()})
         if self.commits.had_begun(completed):
@@ -283,7 +279,7 @@ class QueryState:
             # No other run can make a version any more, but an older run may just have committed one.
             completed = self.commits.next_batch()
             self.counter.ensure_above(last_id.result())
-        self.load(max(versions.completed, completed))
+        versions.load(manifests.chain(), max(versions.completed, completed))
         if initial is not None and not versions.chain and versions.completed == 0:
             self.perform(self.machine.begin_with(initial, self._clock()))
         if versions.completed > 0 and versions.completed not in versions.chain:
@@ -405,8 +401,7 @@ class QueryState:
 
     def stored_changes(self, version: int) -> StoredChanges:
         """Return the changes of a version that were acknowledged, or else those in storage."""
-        acknowledged = self.machine.acknowledged(version)
-        return stored_changes(self.manifests, self.versions, self.run_id, version, acknowledged)
+        return stored_changes(self.manifests, self.versions, self.run_id, version, self.machine.acknowledged(version))
 
     def name_snapshots(self) -> None:
         """Name the unnamed snapshots in a manifest of the completed version, for the next run.
