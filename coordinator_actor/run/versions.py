@@ -191,11 +191,6 @@ class QueryVersions:
         """Release the version that was kept for a savepoint or for lookups."""
         self._pinned.pop(holder, None)
 
-    @property
-    def pinned(self) -> Mapping[int | str, int]:
-        """Return the versions that are kept for savepoints and lookups, by their holders."""
-        return self._pinned
-
     def plan_retention(
         self, min_versions_to_retain: int, is_sound: Callable[[SnapshotRef], bool], newest_at_ms: float | None = None
     ) -> None:
