@@ -102,7 +102,7 @@ class QueryVersions:
 
         They include those that no manifest names yet.
         """
-        segments = manifest_chain.segments(self.chain, operator, self.completed)
+        segments = manifest_chain.segments(self.chain, operator, version)
         named: list[SnapshotRef] = []
         if segments and segments[0].layout == self.layouts[operator]:
             named = manifest_chain.snapshots(self.completed_chain, segments[0], of=partition).get(partition, [])
