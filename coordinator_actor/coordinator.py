@@ -237,7 +237,7 @@ def _maintain(run: QueryState, now: float) -> None:
             measure = loaded_bytes(run)
             if measure is not None:
                 run.history.measured(*measure)
-            run.history.tidy_up(run.manifests.storage.delete_all)
+            run.history.tidy_up()
         except (StorageError, CoordinatorError):
             log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
             return

@@ -110,7 +110,7 @@ class CheckpointRecords:
 
     def __init__(self, files: RecordFiles) -> None:
         self._files = files
-        self._numbers: list[int] | None = None
+        self._numbers: list[int] = []
 
     def load(self) -> tuple[CheckpointRecord, ...]:
         """Return the records of the newest readable file; none if there is no file."""
@@ -123,18 +123,14 @@ class CheckpointRecords:
         """Write a new file durably. Raises ``FileExistsInStorageError`` if one has the same newest checkpoint."""
         newest = records[-1].id
         self._files.create(numbered_path(HISTORY, newest), HistoryFile(records))
-        if self._numbers is not None:
-            self._numbers.append(newest)
+        self._numbers.append(newest)
 
-    def obsolete(self) -> list[str]:
-        """Return the paths of the files that newer ones replace."""
-        numbers = sorted(self._numbers or ())
-        return [numbered_path(HISTORY, number) for number in numbers[:-KEPT_FILES]]
-
-    def forget(self, paths: list[str]) -> None:
-        """Forget files that were removed."""
-        removed = set(paths)
-        self._numbers = [n for n in self._numbers or () if numbered_path(HISTORY, n) not in removed]
+    def remove_obsolete(self) -> None:
+        """Remove the files that newer ones replace. Raises ``StorageError``; then the next call retries."""
+        numbers = sorted(self._numbers)
+        if obsolete := [numbered_path(HISTORY, number) for number in numbers[:-KEPT_FILES]]:
+            self._files.storage.delete_all(obsolete)
+            self._numbers = numbers[-KEPT_FILES:]
 
 
 def as_plain(record: CheckpointRecord) -> dict[str, Any]:

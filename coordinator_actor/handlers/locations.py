@@ -245,8 +245,7 @@ class Locations(Handler):
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         served = self._runs.served()
         named = [run for run in served if query is None or run.registration.is_named(query)]
-        runs = [run for run in named if run.operator(operator) is not None]
-        runs = _meant(runs)
+        runs = _meant([run for run in named if run.operator(operator) is not None])
         if not runs:
             is_final = query is not None and any(run.lifetime.is_current for run in named)
             if not is_final:

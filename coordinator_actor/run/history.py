@@ -187,13 +187,10 @@ class CheckpointHistory:
         self._records = {i: self._records[i] for i in sorted(self._records)[-MAX_RECORDS:]}
         self._changed = {i: self._changed[i] for i in self._records}
 
-    def tidy_up(self, delete_all: Callable[[Sequence[str]], None]) -> None:
-        """Remove the files that newer ones replace, with ``delete_all``."""
+    def tidy_up(self) -> None:
+        """Remove the files that newer ones replace."""
         with self._writing:
-            paths = self._files.obsolete()
-            if paths:
-                delete_all(paths)
-                self._files.forget(paths)
+            self._files.remove_obsolete()
 
 
 def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], now: float) -> CheckpointRecord:
