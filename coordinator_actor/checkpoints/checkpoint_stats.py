@@ -106,6 +106,7 @@ class CheckpointStatsTracker:
                 self._figures.pop(oldest, None)
 
     def on_failed(self, checkpoint_id: int, reason: str) -> None:
+        """Record a cancelled checkpoint."""
         with self._lock:
             pending = self._pending.pop(checkpoint_id, None)
             self._failed += 1
