@@ -101,7 +101,6 @@ class Scope(Struct, frozen=True, omit_defaults=True):
         return self.allows_operator(operator) and self.allows_query(*queries)
 
     def allows_view(self, view: str) -> bool:
-        """Return whether a view may be read."""
         return view in self.views or self.is_all
 
     def in_words(self) -> str:

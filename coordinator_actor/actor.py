@@ -30,7 +30,7 @@ from coordinator_actor.direct_calls import CallServer
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.handlers.suspicions import probe_address
 from coordinator_actor.messages import Acknowledged
-from coordinator_actor.metrics import COUNTER, DURATION_BOUNDS, GAUGE, METRICS, QueryMetrics
+from coordinator_actor.metrics import COUNTER, DURATION_BOUNDS, GAUGE, HISTOGRAM, METRICS, QueryMetrics
 from coordinator_actor.process import set_up_logging, take_ordinary_priority
 from coordinator_actor.threads import QueryThreads
 
@@ -133,32 +133,26 @@ class RayMetrics:
         self._by_name: dict[str, Counter | Gauge | Histogram] = {}
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        metric = self._metric(name)
-        assert isinstance(metric, Gauge), name
-        metric.set(value, {**self._own, **labels})
+        self._metric(name, GAUGE).set(value, {**self._own, **labels})
 
     def increase(self, name: str, more: float, **labels: str) -> None:
-        metric = self._metric(name)
-        assert isinstance(metric, Counter), name
+        metric = self._metric(name, COUNTER)
         if more:  # Ray refuses to add 0
             metric.inc(more, {**self._own, **labels})
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        metric = self._metric(name)
-        assert isinstance(metric, Histogram), name
-        metric.observe(value, {**self._own, **labels})
+        self._metric(name, HISTOGRAM).observe(value, {**self._own, **labels})
 
-    def _metric(self, name: str) -> Counter | Gauge | Histogram:
+    def _metric(self, name: str, kind: str) -> Any:
         metric = self._by_name.get(name)
         if metric is None:
             declared = METRICS[name]
+            assert declared.kind == kind, name
             labels = tuple(dict.fromkeys((*self._own, *declared.labels)))
-            if declared.kind == COUNTER:
-                metric = Counter(name, declared.help, labels)
-            elif declared.kind == GAUGE:
-                metric = Gauge(name, declared.help, labels)
-            else:
+            if kind == HISTOGRAM:
                 metric = Histogram(name, declared.help, list(DURATION_BOUNDS), labels)
+            else:
+                metric = (Counter if kind == COUNTER else Gauge)(name, declared.help, labels)
             self._by_name[name] = metric
         return metric
 
@@ -246,7 +240,6 @@ class StateStoreCoordinator:
         return answer
 
     def _own_description(self) -> dict[str, Any]:
-        """Return the part of the coordinator's description that concerns this process."""
         return {
             "namespace": self._namespace,
             "node_ip": self._node_ip,

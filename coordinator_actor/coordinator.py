@@ -77,8 +77,7 @@ class Coordinator(CoordinatorPort):
         self._registrations = ThreadPoolExecutor(REGISTRATION_THREADS, thread_name_prefix="statestore-registrations")
         self._beginning = threading.Lock()
         self._under_way: set[tuple[str, str]] = set()
-        host_timeout, lease_seconds = self._conf.host_timeout, self._conf.lease_seconds
-        self._hosts = Hosts(self.registries, self._queries, self.tokens, host_timeout, lease_seconds, apart, dead_nodes)
+        self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf, apart, dead_nodes)
         self._suspicions = Suspicions(self.registries, self._conf.silent_timeout, probe)
         locations = Locations(self.registries)
         handlers = (
@@ -149,20 +148,19 @@ class Coordinator(CoordinatorPort):
 
         It does not wait for storage, because the thread that ends leases calls it.
         """
-        if not run.lock.acquire(blocking=False):
-            return
-        try:
+        with run.lock_if_free() as is_free:
+            if not is_free:
+                return
             savepoints = self.registries.runs.savepoints_of(run.run_id)
             if savepoints is not None:
                 savepoints.settle_in_memory()
                 if savepoints.holds_in_vain:
                     self._begin_once("letting go", run, partial(_settle, run, savepoints))
             now = self._clock()
-            for warning in (run.slow_warning(now, self._conf.slow_checkpoint), run.lag_warning(now)):
+            lagging = run.snapshot_lag.warning(run.versions.completed, now)
+            for warning in (run.slow_warning(now, self._conf.slow_checkpoint), lagging):
                 if warning is not None:
                     log.warning("%s", warning)
-        finally:
-            run.lock.release()
 
     def _begin_once(self, what: str, run: QueryState, work: Callable[[], None]) -> None:
         """Begin work on a run that may wait for storage, unless the same work is already under way."""
@@ -239,7 +237,7 @@ def _maintain(run: QueryState, now: float) -> None:
             measure = loaded_bytes(run)
             if measure is not None:
                 run.history.measured(*measure)
-            run.history.tidy_up(run.manifests.storage.delete_all)
+            run.history.tidy_up()
         except (StorageError, CoordinatorError):
             log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
             return

@@ -25,7 +25,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles, new_path
-from coordinator_actor.durable.records import AuditLog, AuditRecord, caller
+from coordinator_actor.durable.records import AuditRecord, append_audit_record, caller
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, UnknownQueryError
 from coordinator_actor.messages import HeldQuery
@@ -389,4 +389,4 @@ class _Work:
         counts = {"keys": self._num_keys, **counts}
         reference = self._request.reference
         record = AuditRecord(FORGET_KEYS, status, at_ms, caller(), operators, versions.completed, counts, reference)
-        AuditLog(self.storage).append(record)
+        append_audit_record(self.storage, record)

@@ -139,6 +139,15 @@ class QueryRegistration(Struct, frozen=True):
     min_seconds_to_retain: int = 0
     standby_replicas: int = 0
 
+    @property
+    def title(self) -> str:
+        """Return the name, the query id and the run id, for messages."""
+        return f"{self.name or 'unnamed'} ({self.query_id}, run {self.run_id})"
+
+    def is_named(self, query: str) -> bool:
+        """Return whether that is the name, the query id, the run id or the state location."""
+        return query in (self.name, self.query_id, self.run_id, self.state_location)
+
 
 class RegisteredQuery(Struct, frozen=True):
     """The answer to a registration. ``refusal`` is the reason why the query may not run, or None."""
@@ -168,7 +177,6 @@ class HostInfo(Struct, frozen=True):
 
     @property
     def ip(self) -> str:
-        """Return the IP address of the host's node."""
         return self.address.rpartition("//")[2].rpartition(":")[0]
 
 
@@ -345,7 +353,6 @@ class ExportedFile(Struct, frozen=True):
 
     @property
     def ref(self) -> FileRef:
-        """Return the file as a ``FileRef``."""
         return FileRef(self.path, self.size, self.digest)
 
 
@@ -574,7 +581,6 @@ class OperatorOwners(Struct, frozen=True):
 
     @property
     def num_partitions(self) -> int:
-        """Return the number of partitions of the operator."""
         return len(self.owners)
 
 

@@ -51,7 +51,6 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """Return the name of the metric in Prometheus."""
         suffix = "_total" if self.kind == COUNTER and not self.name.endswith("_total") else ""
         return f"ray_{self.name}{suffix}"
 

@@ -53,7 +53,7 @@ class TextLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return _one_line(super().formatMessage(record))
+        return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
 class JsonLines(logging.Formatter):
@@ -74,10 +74,6 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
         return json.dumps(event, ensure_ascii=False)
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\r", "\\r").replace("\n", "\\n")
 
 
 # The scheduling priority of hosts and coordinator.

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from backends.conf import StateStoreProviderId
 from backends.exceptions import StateStoreError
@@ -78,9 +78,6 @@ class StateStoreCoordinatorRef:
 
     @classmethod
     def _over_ray(cls, namespace: str, name: str) -> StateStoreCoordinatorRef:
-        import ray
-        from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
-
         if not ray.is_initialized():
             ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
 

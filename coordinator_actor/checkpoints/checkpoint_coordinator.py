@@ -202,7 +202,7 @@ class CheckpointCoordinator:
             attempt = self._attempt_of(message, "decline")
             if attempt is None:
                 return self._late(message)
-            attempt.pending.check_task(message.task)
+            attempt.pending.place(message.task)
             operator, partition = message.task
             why = f"declined by {operator}/{partition}: {message.reason}"
             cancelled = self._end(attempt, CancelReason.DECLINED, why)

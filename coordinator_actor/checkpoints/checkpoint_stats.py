@@ -344,29 +344,25 @@ class SnapshotLag:
         last_version = self._uploaded.get(key)
         return None if last_version is None else last_version[0]
 
-    def lagging(self, latest_version: int, now: float, *, is_terminating: bool = False) -> list[LaggingSnapshot]:
-        """Return the partitions that lag behind ``latest_version``, those furthest behind first.
-
-        With ``is_terminating`` the versions alone decide, as in Spark: a trigger that ends by itself, such as
-        ``availableNow``, has batches that follow one another faster than maintenance.
-        """
+    def lagging(self, latest_version: int, now: float) -> list[LaggingSnapshot]:
+        """Return the partitions that lag behind ``latest_version``, those furthest behind first."""
         if not self.conf.coordinator_report_snapshot_upload_lag:
             return []
         late = []
         for key, uploaded in self._uploaded.items():
             version, moment = (self._base_version, self._started) if uploaded is None else uploaded
             versions, seconds = latest_version - version, now - moment
-            if versions > self.conf.versions and (is_terminating or seconds > self.conf.seconds):
+            if versions > self.conf.versions and seconds > self.conf.seconds:
                 late.append(LaggingSnapshot(key, None if uploaded is None else version, versions, seconds))
         late.sort(key=lambda lag: (-lag.versions_behind, -lag.seconds_behind, lag.key))
         return late
 
-    def warning(self, latest_version: int, now: float, *, is_terminating: bool = False) -> str | None:
+    def warning(self, latest_version: int, now: float) -> str | None:
         """Return the warning to log; None if no partition lags, or if the last warning was a short while ago."""
         # A clock that was set back must not silence the warning.
         if self._reported is not None and 0 <= now - self._reported < self.conf.snapshot_lag_report_interval:
             return None
-        lagging = self.lagging(latest_version, now, is_terminating=is_terminating)
+        lagging = self.lagging(latest_version, now)
         if not lagging:
             return None
         self._reported = now

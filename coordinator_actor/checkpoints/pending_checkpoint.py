@@ -131,7 +131,6 @@ class PendingCheckpoint:
 
     @property
     def is_fully_acknowledged(self) -> bool:
-        """Return whether every task has acknowledged the checkpoint."""
         return not self._missing
 
     @property
@@ -141,7 +140,6 @@ class PendingCheckpoint:
 
     @property
     def not_yet_acknowledged(self) -> set[TaskKey]:
-        """Return the tasks that have not acknowledged the checkpoint."""
         return set(self._missing)
 
     def state(self, task: TaskKey) -> Any:
@@ -154,12 +152,10 @@ class PendingCheckpoint:
 
     @property
     def num_not_yet_acknowledged(self) -> int:
-        """Return the number of tasks that have not acknowledged the checkpoint."""
         return len(self._missing)
 
     @property
     def num_acknowledged(self) -> int:
-        """Return the number of tasks that have acknowledged the checkpoint."""
         return len(self._tasks.keys) - len(self._missing)
 
     @property
@@ -173,7 +169,7 @@ class PendingCheckpoint:
         A second acknowledgement of a task replaces the first one: Spark takes the attempt that ends last.
         Raises ``InvalidRequestError`` for an unknown task or a discarded checkpoint.
         """
-        place = self._place(task)
+        place = self.place(task)
         if self.is_discarded:
             raise InvalidRequestError(f"Checkpoint {self.id} is over; {task[0]}/{task[1]} cannot acknowledge it.")
         if not self.num_acknowledged:
@@ -187,10 +183,6 @@ class PendingCheckpoint:
         self._size += size - int(self._sizes[place])
         self._sizes[place] = size
         self._durations[place] = duration
-
-    def check_task(self, task: TaskKey) -> None:
-        """Raise ``InvalidRequestError`` if the checkpoint has no such task."""
-        self._place(task)
 
     def to_completed(self, now: float) -> CompletedCheckpoint:
         """Return the completed checkpoint. Raises ``InvalidRequestError`` while acknowledgements are missing."""
@@ -218,7 +210,8 @@ class PendingCheckpoint:
             return f"all {total} tasks have acknowledged it, but it is not stored"
         return f"{len(missing)} of {total} tasks have not acknowledged it: {named_tasks(missing)}"
 
-    def _place(self, task: TaskKey) -> int:
+    def place(self, task: TaskKey) -> int:
+        """Return the place of a task. Raises ``InvalidRequestError`` if the checkpoint has no such task."""
         place = self._tasks.index.get(task)
         if place is None:
             raise InvalidRequestError(

@@ -164,11 +164,6 @@ def version_of(path: str) -> int:
     return int(path.rpartition("/")[2].partition("-")[0])
 
 
-def still_named(paths: Iterable[str], chain_from: int) -> tuple[str, ...]:
-    """Return the records that the next manifest names: those about a version whose manifest is still kept."""
-    return tuple(path for path in dict.fromkeys(paths) if version_of(path) >= chain_from)
-
-
 # The record of the checkpoint that a state belongs to, for state that is stored outside the checkpoint.
 #
 # Such a state is found by the query id, which a copy of a checkpoint shares with the original. So the state records
@@ -429,10 +424,11 @@ class ManifestLog:
 
         Raises ``FencedError`` if another coordinator has taken over: then the manifest is not written. If an earlier
         call has written it and its answer was lost, it is found at its place and adopted. The manifest names the
-        records of rewritten files that the last one named, too.
+        records of rewritten files that the last one named, too, except those about versions that are no longer kept.
         """
-        records = still_named((*self.rewritten, *manifest.rewritten), manifest.chain_from)
-        manifest = msgspec.structs.replace(manifest, rewritten=records)
+        records = dict.fromkeys((*self.rewritten, *manifest.rewritten))
+        kept_records = tuple(path for path in records if version_of(path) >= manifest.chain_from)
+        manifest = msgspec.structs.replace(manifest, rewritten=kept_records)
         while True:
             placed = msgspec.structs.replace(manifest, epoch=self.epoch, sequence=self._sequence + 1)
             path = manifest_path(placed)

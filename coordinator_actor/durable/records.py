@@ -110,7 +110,7 @@ class CheckpointRecords:
 
     def __init__(self, files: RecordFiles) -> None:
         self._files = files
-        self._numbers: list[int] | None = None
+        self._numbers: list[int] = []
 
     def load(self) -> tuple[CheckpointRecord, ...]:
         """Return the records of the newest readable file; none if there is no file."""
@@ -123,18 +123,14 @@ class CheckpointRecords:
         """Write a new file durably. Raises ``FileExistsInStorageError`` if one has the same newest checkpoint."""
         newest = records[-1].id
         self._files.create(numbered_path(HISTORY, newest), HistoryFile(records))
-        if self._numbers is not None:
-            self._numbers.append(newest)
+        self._numbers.append(newest)
 
-    def obsolete(self) -> list[str]:
-        """Return the paths of the files that newer ones replace."""
-        numbers = sorted(self._numbers or ())
-        return [numbered_path(HISTORY, number) for number in numbers[:-KEPT_FILES]]
-
-    def forget(self, paths: list[str]) -> None:
-        """Forget files that were removed."""
-        removed = set(paths)
-        self._numbers = [n for n in self._numbers or () if numbered_path(HISTORY, n) not in removed]
+    def remove_obsolete(self) -> None:
+        """Remove the files that newer ones replace. Raises ``StorageError``; then the next call retries."""
+        numbers = sorted(self._numbers)
+        if obsolete := [numbered_path(HISTORY, number) for number in numbers[:-KEPT_FILES]]:
+            self._files.storage.delete_all(obsolete)
+            self._numbers = numbers[-KEPT_FILES:]
 
 
 def as_plain(record: CheckpointRecord) -> dict[str, Any]:
@@ -169,19 +165,15 @@ class AuditRecord(Struct, frozen=True):
     details: dict[str, str] = field(default_factory=dict)
 
 
-class AuditLog:
-    """The audit records of one state."""
+def append_audit_record(storage: CheckpointStorage, record: AuditRecord) -> None:
+    """Write an audit record of a state durably after the last one. Raises ``StorageError``."""
+    RecordFiles(storage).append(AUDIT, record)
 
-    def __init__(self, storage: CheckpointStorage) -> None:
-        self._files = RecordFiles(storage)
 
-    def append(self, record: AuditRecord) -> None:
-        """Write a record durably after the last one. Raises ``StorageError``."""
-        self._files.append(AUDIT, record)
-
-    def read(self) -> list[AuditRecord]:
-        """Return all records, the oldest first. Raises ``DamagedFileError``."""
-        return self._files.read_all([numbered_path(AUDIT, n) for n in self._files.numbers(AUDIT)], AuditRecord)
+def read_audit_records(storage: CheckpointStorage) -> list[AuditRecord]:
+    """Return all audit records of a state, the oldest first. Raises ``DamagedFileError``."""
+    files = RecordFiles(storage)
+    return files.read_all([numbered_path(AUDIT, n) for n in files.numbers(AUDIT)], AuditRecord)
 
 
 def caller() -> str:
@@ -283,24 +275,19 @@ class FeatureViewsFile(Struct, frozen=True):
     views: tuple[FeatureView, ...]
 
 
-class FeatureViewRecords:
-    """The feature views of one state."""
+def read_feature_views(storage: CheckpointStorage) -> tuple[FeatureView, ...]:
+    """Return the feature views of a state, from the newest readable file; none if there is no file."""
+    files, lost = RecordFiles(storage), "The last declaration of feature views is lost, declare it again"
+    content = files.newest(FEATURE_VIEWS, files.numbers(FEATURE_VIEWS), FeatureViewsFile, lost)
+    return () if content is None else content.views
 
-    def __init__(self, files: RecordFiles) -> None:
-        self._files = files
 
-    def load(self) -> tuple[FeatureView, ...]:
-        """Return the views of the newest readable file; none if there is no file."""
-        lost = "The last declaration of feature views is lost, declare it again"
-        content = self._files.newest(FEATURE_VIEWS, self._files.numbers(FEATURE_VIEWS), FeatureViewsFile, lost)
-        return () if content is None else content.views
-
-    def write(self, views: tuple[FeatureView, ...]) -> None:
-        """Write a new file durably, and remove the ones before the last. Raises ``StorageError``."""
-        numbers = self._files.numbers(FEATURE_VIEWS)
-        self._files.append(FEATURE_VIEWS, FeatureViewsFile(views))
-        obsolete = [numbered_path(FEATURE_VIEWS, n) for n in numbers[: 1 - KEPT_FILES]]
-        self._files.storage.delete_all(obsolete)
+def write_feature_views(storage: CheckpointStorage, views: tuple[FeatureView, ...]) -> None:
+    """Write a new file durably, and remove the ones before the last. Raises ``StorageError``."""
+    files = RecordFiles(storage)
+    numbers = files.numbers(FEATURE_VIEWS)
+    files.append(FEATURE_VIEWS, FeatureViewsFile(views))
+    storage.delete_all([numbered_path(FEATURE_VIEWS, n) for n in numbers[: 1 - KEPT_FILES]])
 
 
 # Records of begun savepoints. They also hold a run that is being stopped with a savepoint.

@@ -59,18 +59,15 @@ class SparkCommits:
 
     def last_begun(self) -> int | None:
         """Return the last batch that Spark has planned; None if there is none."""
-        return self._last("offsets")
+        return max(self._numbers("offsets"), default=None)
 
     def last_committed(self) -> int | None:
         """Return the last batch that Spark has committed; None if there is none."""
-        return self._last("commits")
+        return max(self._numbers("commits"), default=None)
 
     def committed(self) -> list[int]:
         """Return the committed batches whose record Spark still keeps."""
         return self._numbers("commits")
-
-    def _last(self, directory: str) -> int | None:
-        return max(self._numbers(directory), default=None)
 
     def _numbers(self, directory: str) -> list[int]:
         names = [path.rsplit("/", 1)[-1] for path, _ in self._storage.list(f"{directory}/")]
@@ -299,7 +296,6 @@ class SparkLogs:
 
     @property
     def last_times(self) -> BatchTimes | None:
-        """Return the times that were read last."""
         last = self._last
         return None if last is None else last[1]
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from backends import spans
 from backends.exceptions import StateStoreError, VersionNotFoundError
 from backends.formats.manifest import Lineage
 from coordinator_actor import exceptions
 from coordinator_actor.handlers.locations import assign_owners
-from coordinator_actor.handlers.registries import Registries, RunRegistry
+from coordinator_actor.handlers.registries import Handler
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
@@ -26,68 +24,9 @@ from coordinator_actor.messages import (
 from coordinator_actor.run.holds import UPLOAD
 from coordinator_actor.run.query_state import QueryState
 
-# Completes the versions whose batches Spark has committed. The lock of the run is held in all calls.
 
-
-def catch_up(runs: RunRegistry, run: QueryState) -> None:
-    """Complete the prepared version if Spark has committed its batch, even if no message has reported it yet.
-
-    Raises ``FencedError`` if another coordinator has taken over.
-    """
-    completed, chain = run.versions.completed, run.versions.chain
-    following = chain.get(completed + 1)
-    if following is not None and following.run_id == run.run_id and run.spark_logs.has(completed):
-        _require_own(run)
-        _complete(runs, run, completed + 1)
-
-
-def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool = False) -> None:
-    """Complete version ``batch_id``, as Spark's commits say. Raises ``StaleBatchError`` or ``InvalidRequestError``.
-
-    ``is_own``: the run's driver or a task of its next batch reported it. Else the commit was only seen, and it may be
-    that of a run in another cluster which has replaced this one: raises ``FencedError`` if there is such a run.
-    """
-    if batch_id == run.versions.completed:
-        return
-    run.machine.require_next(batch_id)
-    if not run.spark_logs.has(batch_id - 1):
-        raise exceptions.InvalidRequestError(
-            f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not "
-            f"exist in {run.registration.checkpoint_location}, or no longer."
-        )
-    if not is_own:
-        _require_own(run)
-    _complete(runs, run, batch_id)
-
-
-def _require_own(run: QueryState) -> None:
-    """Raise ``FencedError`` unless a seen commit is certainly this run's: others claim an epoch before theirs."""
-    run.manifests.epochs.check()
-
-
-def _complete(runs: RunRegistry, run: QueryState, version: int) -> None:
-    with spans.span("coordinator.complete", spans.batch(run.run_id, version)):
-        run.complete(version)
-    savepoints = runs.savepoints_of(run.run_id)
-    if savepoints is not None:
-        savepoints.on_completed()
-
-
-def completed_for(run: QueryState, host_id: str) -> Completed:
-    """Return the last completed version of a run, with the heads of a host's partitions."""
-    run.lifetime.require_served()
-    announced = run.announcement_to(host_id)
-    if announced is None:
-        raise exceptions.UnknownRunError(f"Run {run.run_id} is being registered; ask again.")
-    return announced if run.lifetime.stopped_at is None else replace(announced, ended=True)
-
-
-class Batches:
+class Batches(Handler):
     """Opens batches and takes the acknowledgements of their tasks. All changes to a run are made under its lock."""
-
-    def __init__(self, registries: Registries) -> None:
-        self._registries = registries
-        self._runs = registries.runs
 
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         trace = spans.batch(request.run_id, request.batch_id + 1)
@@ -102,7 +41,7 @@ class Batches:
     def _open_batch(self, run: QueryState, request: OpenBatch) -> BatchGrant:
         batch_id, machine = request.batch_id, run.machine
         machine.require_newest(batch_id)
-        advance(self._runs, run, batch_id, is_own=True)
+        run.advance(batch_id, is_own=True)
         now = self._registries.clock()
         machine.require_not_held(batch_id, now)
         is_new = batch_id > machine.highest_opened
@@ -137,7 +76,7 @@ class Batches:
         return OpenGrant(owner, completed, head, run.registration, epoch, is_begun=is_begun, created_ms=created_ms)
 
     def completed(self, run_id: str, host_id: str) -> Completed:
-        return completed_for(self._runs.get(run_id), host_id)
+        return self._runs.get(run_id).completed_for(host_id)
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
         run = self._runs.awaited(run_id)
@@ -196,7 +135,7 @@ class Batches:
                 return False
             counts = run.versions.add_snapshot(task, new, message.reused, message.descriptor)
             if counts:
-                run.snapshot_uploaded(task, new.version, self._registries.clock())
+                run.snapshot_lag.report_uploaded(task, new.version, self._registries.clock())
             return counts
 
     def acknowledge_many(
@@ -250,17 +189,12 @@ class Batches:
     def rebalance(self, query: str | None = None) -> dict[str, int]:
         moved = {}
         for run in self._runs.current():
-            if query is not None and not run.is_named(query):
+            if query is not None and not run.registration.is_named(query):
                 continue
             run.assignment.unbalance()
             # The thread that works on a run may wait for its storage. Its next batch moves the partitions.
-            if not run.lock.acquire(blocking=False):
-                moved[run.run_id] = 0
-                continue
-            try:
-                moved[run.run_id] = self._rebalance(run)
-            finally:
-                run.lock.release()
+            with run.lock_if_free() as is_free:
+                moved[run.run_id] = self._rebalance(run) if is_free else 0
         return moved
 
     def _rebalance(self, run: QueryState) -> int:
@@ -270,10 +204,6 @@ class Batches:
         after = assign_owners(self._registries, run, rebalance=True)
         run.announce()
         return sum(after.find(*task) != before.find(*task) for task in run.tasks())
-
-    def _require_host(self, host_id: str, incarnation: str) -> None:
-        with self._registries.lock:
-            self._registries.hosts.require(host_id, incarnation)
 
 
 def _refused(error: Exception) -> Refused:

@@ -18,10 +18,11 @@ from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
 from coordinator_actor.handlers.locations import assign_owners, copied_to, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries import HostLease, Registries
+from coordinator_actor.handlers.registries import Handler, HostLease, Registries
 from coordinator_actor.messages import (
     Completed,
     HandOver,
@@ -40,11 +41,11 @@ TAKE_UP_SECONDS = 1.0
 """How long the answer to a registration waits until the host's report is processed."""
 
 
-class Hosts:
+class Hosts(Handler):
     """Registers hosts, renews their leases, and answers each heartbeat with orders for the host.
 
-    A host is lost after ``host_timeout`` without a heartbeat. It relies on its lease for ``lease_seconds``, because a
-    host on a silent machine is lost sooner (``Suspicions``).
+    A host is lost after ``conf.host_timeout`` without a heartbeat. It relies on its lease for ``conf.lease_seconds``,
+    because a host on a silent machine is lost sooner (``Suspicions``).
 
     ``apart`` does work that may wait for the storage of a query. ``dead_nodes`` gives the ids of the nodes that the
     cluster has declared dead, without waiting: a process that still runs there is ignored.
@@ -55,19 +56,16 @@ class Hosts:
         registries: Registries,
         queries: Queries,
         tokens: AccessTokens,
-        host_timeout: float,
-        lease_seconds: float,
+        conf: CoordinatorConf,
         apart: Apart,
         dead_nodes: Callable[[], Collection[str]],
     ) -> None:
+        super().__init__(registries)
         self._apart = apart
         self._dead_nodes = dead_nodes
-        self._registries = registries
-        self._runs = registries.runs
         self._queries = queries
         self._tokens = tokens
-        self._timeout = host_timeout
-        self._lease_seconds = lease_seconds
+        self._conf = conf
 
     def register_host(self, info: HostInfo, report: HostReport) -> None:
         with self._registries.lock:
@@ -84,10 +82,7 @@ class Hosts:
         self._process(info, report)
 
     def report_runs(self, host_id: str, incarnation: str, report: HostReport) -> None:
-        with self._registries.lock:
-            self._registries.hosts.require(host_id, incarnation)
-            info = self._registries.hosts.leases[host_id].info
-        self._process(info, report)
+        self._process(self._require_host(host_id, incarnation), report)
 
     def _process(self, info: HostInfo, report: HostReport) -> None:
         """Process what a host reports of each run, in threads separate from those of the run's messages."""
@@ -159,18 +154,14 @@ class Hosts:
             self._runs.remember_over(registration.run_id, refusal)
 
     def heartbeat_host(
-        self,
-        host_id: str,
-        incarnation: str,
-        held: Mapping[str, int] | None = None,
-        hand_over: HandOver | None = None,
+        self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None, hand_over: HandOver | None = None
     ) -> HostOrders:
         held = held or {}
         now = self._registries.clock()
         with self._registries.lock:
             lease = self._registries.hosts.renew(host_id, incarnation, now)
             if lease is None:
-                return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._lease_seconds)
+                return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._conf.lease_seconds)
             self._registries.needed()
             reported = (lease.hand_over if hand_over is None else hand_over).giving
             if hand_over is not None and hand_over.number > lease.hand_over.number:
@@ -212,7 +203,7 @@ class Hosts:
             savepoints=savepoints,
             pending={run_id: ids for run_id, ids in pending.items() if ids},
             revoked_tokens=self._tokens.revoked(),
-            lease_seconds=self._lease_seconds,
+            lease_seconds=self._conf.lease_seconds,
             warm_up=tuple(order for run in current if (order := warm_up(run, host_id, lease.hand_over)) is not None),
             giving=giving,
             ended_runs=tuple(
@@ -242,14 +233,10 @@ class Hosts:
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._runs.savepoints_of(run.run_id)
-        # The holder of the lock may be waiting for storage. The next heartbeat repeats the orders.
-        is_pending = savepoints is not None and run.lifetime.is_current and savepoints.pending()
-        if savepoints is None or not is_pending or not run.lock.acquire(blocking=False):
+        if savepoints is None or not run.lifetime.is_current or not savepoints.pending():
             return []
-        try:
-            return list(savepoints.orders_for(host_id, assign_owners(self._registries, run)))
-        finally:
-            run.lock.release()
+        with run.lock_if_free() as is_free:  # else the next heartbeat repeats the orders
+            return list(savepoints.orders_for(host_id, assign_owners(self._registries, run))) if is_free else []
 
     def unregister_session(self, session_id: str) -> bool:
         return self._registries.end_session(session_id)
@@ -265,8 +252,7 @@ class Hosts:
             stays = set(self._registries.hosts.staying(session_id))
         needed = {host_id for run in runs for host_id in needed_by(run)}
         is_known = not any(run.assignment.awaits_reports for run in runs) or not self._registries.expects_reports()
-        released = [h for h in leaving if h in lost or (is_known and h not in needed and h not in stays)]
-        return tuple(released)
+        return tuple(h for h in leaving if h in lost or (is_known and h not in needed and h not in stays))
 
     def report_failing_loops(self, session_id: str, process: str, failing: Sequence[FailingLoop]) -> None:
         with self._registries.lock:
@@ -295,9 +281,7 @@ class Hosts:
         """Drop the hosts without a heartbeat for the host timeout before ``now``, and those on dead nodes."""
         dead = self._dead_nodes()
         with self._registries.lock:
-            if dead:
-                self._registries.hosts.expire_nodes(dead, now)
-            self._registries.hosts.expire(now - self._timeout, now)
+            self._registries.hosts.expire(now - self._conf.host_timeout, now, dead)
 
 
 def _take_report(run: QueryState, report: HostReport, now: float) -> None:

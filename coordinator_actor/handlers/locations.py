@@ -30,7 +30,7 @@ from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.manifests import schema_history
 from coordinator_actor.durable.records import as_plain
 from coordinator_actor.feature_views import FeatureView
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries import Handler, Registries
 from coordinator_actor.messages import (
     NOBODY,
     HandOver,
@@ -124,14 +124,12 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
     with suppress(exceptions.UnknownHostError):  # the last host is just leaving
         if not _spread(registries, run):
             assign_owners(registries, run)
-        if ownership.planned and run.lock.acquire(blocking=False):
-            try:
+        if ownership.planned:
+            with run.lock_if_free() as is_free:
                 before = ownership.current
                 is_idle = run.lifetime.is_current and run.machine.highest_opened < run.versions.completed
-                if is_idle and assign_owners(registries, run, moves=True) is not before:
+                if is_free and is_idle and assign_owners(registries, run, moves=True) is not before:
                     run.announce()
-            finally:
-                run.lock.release()
 
 
 def _spread(registries: Registries, run: QueryState) -> bool:
@@ -145,15 +143,13 @@ def _spread(registries: Registries, run: QueryState) -> bool:
             for lease in registries.hosts.leases.values()
             for warm in lease.hand_over.warm.get(run.run_id, {}).values()
         )
-    if has_copies or run.assignment.awaits_reports or not run.lock.acquire(blocking=False):
+    if has_copies or run.assignment.awaits_reports:
         return False
-    try:
-        is_untouched = run.machine.highest_opened < 0
+    with run.lock_if_free() as is_free:
+        is_untouched = is_free and run.machine.highest_opened < 0
         if is_untouched:
             assign_owners(registries, run, rebalance=True)
         return is_untouched
-    finally:
-        run.lock.release()
 
 
 def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None:
@@ -184,7 +180,7 @@ def warm_up(run: QueryState, host_id: str, hand_over: HandOver) -> WarmUp | None
             files = run.versions.changelogs(operator, partition, copied)
             if files:
                 changelogs.setdefault(operator, {})[partition] = files
-        if (snapshot := run.newest_snapshot((operator, partition))) is not None:
+        if (snapshot := run.snapshot_lag.latest((operator, partition))) is not None:
             snapshots.setdefault(operator, {})[partition] = snapshot
     created_ms = run.versions.created_ms(completed)
     return WarmUp(run.registration, run.manifests.epoch, completed, heads, changelogs, snapshots, created_ms)
@@ -239,22 +235,17 @@ def needed_by(run: QueryState) -> set[str]:
     return owning | asked if run.machine.highest_opened >= completed else owning
 
 
-class Locations:
+class Locations(Handler):
     """Finds the owners of operators' partitions.
 
     Only ``look_up`` takes the lock of a run: that may be held during requests to storage, and clients must not wait for
     it.
     """
 
-    def __init__(self, registries: Registries) -> None:
-        self._registries = registries
-        self._runs = registries.runs
-
     def locate(self, operator: str, query: str | None = None, version: int | None = None) -> OperatorLocation:
         served = self._runs.served()
-        named = [run for run in served if query is None or run.is_named(query)]
-        runs = [run for run in named if run.operator(operator) is not None]
-        runs = _meant(runs)
+        named = [run for run in served if query is None or run.registration.is_named(query)]
+        runs = _meant([run for run in named if run.operator(operator) is not None])
         if not runs:
             is_final = query is not None and any(run.lifetime.is_current for run in named)
             if not is_final:
@@ -270,9 +261,7 @@ class Locations:
             message = f"{where} has an operator {operator!r}; operators that exist: {exist}"
             raise exceptions.WrongOperatorError(message) if is_final else exceptions.UnknownOperatorError(message)
         if len(runs) > 1:
-            names = ", ".join(
-                f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in runs
-            )
+            names = ", ".join(run.registration.title for run in runs)
             raise exceptions.WrongOperatorError(
                 f"Several running queries have an operator {operator!r}; say which with query=, by its name, query id "
                 f"or run id: {names}."
@@ -321,10 +310,9 @@ class Locations:
             return
         last = max(ended, key=lambda e: e.at)
         at = datetime.fromtimestamp(last.at, timezone.utc).isoformat(sep=" ", timespec="seconds")
-        of = last.registration
         raise exceptions.QueryEndedError(
-            f"Query {of.name or 'unnamed'} ({of.query_id}, run {of.run_id}), which had the operator {operator!r}, "
-            f"ended at {at} ({last.why}). Start it again, or read its state from the checkpoint with read_state."
+            f"Query {last.registration.title}, which had the operator {operator!r}, ended at {at} ({last.why}). Start "
+            "it again, or read its state from the checkpoint with read_state."
         )
 
     def operators(self) -> tuple[RunningOperator, ...]:
@@ -385,12 +373,11 @@ def _watermark_of(run: QueryState, spec: OperatorSpec) -> int | None:
         return None
 
 
-class FeatureViews:
+class FeatureViews(Handler):
     """Keeps the feature views of queries, and locates their operators. Only changes take the lock of a run."""
 
     def __init__(self, registries: Registries, locations: Locations) -> None:
-        self._registries = registries
-        self._runs = registries.runs
+        super().__init__(registries)
         self._locations = locations
 
     def declare_view(self, run_id: str, view: FeatureView) -> None:
@@ -398,9 +385,9 @@ class FeatureViews:
         for other in self._having(view.name):
             if other.registration.state_location != run.registration.state_location:
                 raise exceptions.InvalidRequestError(
-                    f"Feature view {view.name!r} is declared for {_title(other)} already, and now for {_title(run)}: "
-                    f"its first feature has moved. Drop it first (statestore features {view.name} --drop), or take "
-                    "another name."
+                    f"Feature view {view.name!r} is declared for query {other.registration.title} already, and now for "
+                    f"query {run.registration.title}: its first feature has moved. Drop it first (statestore features "
+                    f"{view.name} --drop), or take another name."
                 )
         with run.lock:
             run.lifetime.require_current()
@@ -435,9 +422,10 @@ class FeatureViews:
                 "declare_feature_view declares one."
             )
         if len(runs) > 1:
+            names = ", ".join(f"query {run.registration.title}" for run in runs)
             raise exceptions.WrongOperatorError(
-                f"Several running queries have a feature view {view!r}: {', '.join(map(_title, runs))}. Their states "
-                "are copies of one another: in the program of one of them, call drop_feature_view."
+                f"Several running queries have a feature view {view!r}: {names}. Their states are copies of one "
+                "another: in the program of one of them, call drop_feature_view."
             )
         run = runs[0]
         (declared,) = (kept for kept in run.feature_views if kept.name == view)
@@ -450,10 +438,6 @@ class FeatureViews:
 
     def _having(self, view: str) -> list[QueryState]:
         return [run for run in self._runs.served() if any(kept.name == view for kept in run.feature_views)]
-
-
-def _title(run: QueryState) -> str:
-    return f"query {run.registration.name or 'unnamed'} ({run.registration.query_id}, run {run.run_id})"
 
 
 def _meant(having: Sequence[QueryState]) -> list[QueryState]:
@@ -475,13 +459,12 @@ REPORTED_SECONDS = 30.0
 """A driver with failing loops reports them every few seconds; an older report no longer counts."""
 
 
-class Figures:
+class Figures(Handler):
     """Describes the coordinator and its queries as plain dicts, lists, numbers and strings."""
 
     def __init__(self, coordinator_id: str, registries: Registries) -> None:
+        super().__init__(registries)
         self._coordinator_id = coordinator_id
-        self._registries = registries
-        self._runs = registries.runs
 
     def describe(self) -> dict[str, Any]:
         with self._registries.lock:
@@ -527,14 +510,10 @@ class Figures:
     def checkpoint_stats(self, query: str, history_since: str = "") -> dict[str, Any]:
         run = self._runs.running(query, or_ended=True)
         savepoints = self._runs.savepoints_of(run.run_id)
-        changed = run.history.changed_since(history_since)
         return {
             "checkpoints": run.stats.snapshot(),
             "savepoints": {} if savepoints is None else savepoints.coordinator.stats.snapshot(),
-            "history": [as_plain(record) for record in changed.records],
-            "history_first": changed.first,
-            "history_mark": changed.mark,
-            "history_is_all": changed.is_all,
+            **run.history.changed_since(history_since),
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,14 +13,12 @@ from backends.exceptions import MissingFileError, StorageError, UnsupportedLocat
 from backends.formats.manifest import PartitionEntry
 from backends.storage.checkpoint_storage import CreateIfAbsentProofs, OpenStorage
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
-from coordinator_actor.durable.records import FeatureViewRecords
+from coordinator_actor.durable.records import read_feature_views
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
-from coordinator_actor.handlers.batches import advance, catch_up, completed_for
 from coordinator_actor.handlers.locations import assign_owners
-from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Registries
+from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Handler, Registries
 from coordinator_actor.messages import Completed, InputPace, QueryRegistration, RegisteredQuery
 from coordinator_actor.run.compatibility import bound_elsewhere, evolved_operators, refusal_of
 from coordinator_actor.run.query_state import QueryState
@@ -30,7 +28,7 @@ from coordinator_actor.savepoints.savepoint_coordinator import InBackground, Run
 log = logging.getLogger(__name__)
 
 
-class Queries:
+class Queries(Handler):
     """Registers runs, completes their versions and ends them.
 
     ``coordinator_id`` is written to the claimed epochs. ``_registering`` has a lock per state location, held while a
@@ -45,9 +43,8 @@ class Queries:
         open_storage: OpenStorage,
         in_background: InBackground,
     ) -> None:
+        super().__init__(registries)
         self._coordinator_id = coordinator_id
-        self._registries = registries
-        self._runs = registries.runs
         self._conf = conf
         self._open_storage = open_storage
         self._in_background = in_background
@@ -102,7 +99,7 @@ class Queries:
         run.assignment.awaits_reports = was_known
         if was_known:
             run.files_in_use.await_renewals(self._registries.clock())
-        run.load(completed)
+        run.versions.load(manifests.chain(), completed)
         refusal = refusal_of(run, look.query, look.place)
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)
@@ -142,7 +139,7 @@ class Queries:
             with other.lock:
                 if other.lifetime.is_current:
                     try:
-                        other.name_repeats()
+                        other.perform(other.machine.wait_no_more(self._registries.clock()))
                     except FencedError:
                         log.info("Run %s was already replaced in another cluster", other.run_id)
 
@@ -183,7 +180,7 @@ class Queries:
         with run.lock:
             try:
                 # The progress event of a batch may have reached a coordinator that was being restarted.
-                catch_up(self._runs, run)
+                run.catch_up()
                 if not is_stopping:
                     run.end_recorded_hold()
             finally:  # failing storage must not hide the batch
@@ -203,12 +200,12 @@ class Queries:
             if run.is_taken_up:
                 self.take_up_versions(run_id)
                 return run.versions.completed > before
-            advance(self._runs, run, batch_id + 1, is_own=by_driver)
+            run.advance(batch_id + 1, is_own=by_driver)
             return True
 
     def see_commit(self, run_id: str, batch_id: int, host_id: str) -> Completed:
         self.batch_committed(run_id, batch_id)
-        return completed_for(self._runs.get(run_id), host_id)
+        return self._runs.get(run_id).completed_for(host_id)
 
     def deactivate_instances(self, run_id: str) -> bool:
         run = self._runs.find(run_id)
@@ -258,7 +255,7 @@ class Queries:
         completed = commits.next_batch()
         manifests.refresh()
         run = QueryState(registration, manifests, commits, self._registries.clock)
-        run.feature_views = FeatureViewRecords(RecordFiles(storage)).load()
+        run.feature_views = read_feature_views(storage)
         run.assignment.awaits_reports = True
         run.take_up(completed, newest.epoch)
         run.adopt(evolved_operators(run))
@@ -302,25 +299,22 @@ class Queries:
 
     def _finish(self, run: QueryState) -> None:
         """Complete the versions that Spark has committed, and write the files for the next run. The query has ended."""
-        run_id = run.run_id
+        steps: tuple[tuple[Callable[[], None], str], ...] = (
+            # The commit of the last batch may not have been reported yet. Only this coordinator knows its repeated
+            # acknowledgements.
+            (run.catch_up, "The last version of run %s is not completed; the next run does it"),
+            # The snapshots only save time: the next run takes new ones.
+            (run.name_snapshots, "The last snapshots of run %s are not named in a manifest"),
+            (run.write_history, "The last checkpoints of run %s are not in the history"),
+        )
         with run.lock:
             if not run.lifetime.is_current:
                 return
-            try:
-                # The commit of the last batch may not have been reported yet. Only this coordinator knows its repeated
-                # acknowledgements.
-                catch_up(self._runs, run)
-            except (StorageError, CoordinatorError):
-                log.warning("The last version of run %s is not completed; the next run does it", run_id, exc_info=True)
-            try:
-                run.name_snapshots()
-            except (StorageError, CoordinatorError):
-                # The snapshots only save time: the next run takes new ones.
-                log.warning("The last snapshots of run %s are not named in a manifest", run_id, exc_info=True)
-            try:
-                run.write_history()
-            except (StorageError, CoordinatorError):
-                log.warning("The last checkpoints of run %s are not in the history", run_id, exc_info=True)
+            for step, warning in steps:
+                try:
+                    step()
+                except (StorageError, CoordinatorError):
+                    log.warning(warning, run.run_id, exc_info=True)
 
     def overdue(self, now: float) -> list[QueryState]:
         """Return the runs whose drivers have not renewed their leases for the driver timeout before ``now``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import Counter, UserDict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -77,7 +77,6 @@ class InstanceRegistry:
         return locations
 
     def deactivate(self, run_id: str) -> None:
-        """Forget the instances of a run."""
         with self._lock:
             instances = self._runs.pop(run_id, {})
             if not self._runs:
@@ -122,9 +121,7 @@ class OverRun:
     def has(self, operator: str, query: str | None) -> bool:
         """Return whether the run had that operator, and that name, query id, run id or state location."""
         of = self.registration
-        return (query is None or query in (of.name, of.query_id, of.run_id, of.state_location)) and any(
-            o.name == operator for o in self.registration.operators
-        )
+        return (query is None or of.is_named(query)) and any(o.name == operator for o in of.operators)
 
 
 class RunRegistry:
@@ -203,7 +200,6 @@ class RunRegistry:
             return [run for run in self.by_id.values() if run.lifetime.is_served]
 
     def of_session(self, session_id: str) -> list[QueryState]:
-        """Return the registered runs of a driver's session."""
         with self._lock:
             return [run for run in self.by_id.values() if run.registration.session_id == session_id]
 
@@ -215,12 +211,11 @@ class RunRegistry:
         Raises ``UnknownQueryError`` if there is none, or more than one.
         """
         running = self.current()
-        named = [run for run in running if run.is_named(query)]
+        named = [run for run in running if run.registration.is_named(query)]
         if or_ended and not named:
-            named = [run for run in self.served() if run.is_named(query)]
+            named = [run for run in self.served() if run.registration.is_named(query)]
         if len(named) != 1:
-            names = (f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in running)
-            exist = ", ".join(names) or "none"
+            exist = ", ".join(run.registration.title for run in running) or "none"
             how_many = "Several running queries are" if named else "No running query with state is"
             raise exceptions.UnknownQueryError(
                 f"{how_many} named {query!r}; running: {exist}. Give the query id or the run id."
@@ -266,20 +261,17 @@ class RunRegistry:
         ``was_over``: the run was permanently over when its registration began. Raises ``RetiredRunError`` if the run
         was stopped since: a host had reported it, and its storage was slower than its driver.
         """
-        run_id, location = run.run_id, run.registration.state_location
+        run_id = run.run_id
         with self._lock:
             if not was_over and self.is_over_for_good(run_id):
                 raise exceptions.RetiredRunError(
                     f"Run {run_id} is over ({self._over[run_id]}); it ended while it was registered."
                 )
-            replaced = self._retire(location, run_id)
-            self.by_id[run_id] = run
-            self._changed.notify_all()
+            replaced = self._replace(run)
             self._savepoints[run_id] = savepoints
             self._over.pop(run_id, None)
             self._ended.pop(run_id, None)
-        for other in replaced:
-            self.end(other, f"run {run_id} has replaced it")
+        self._end_replaced(replaced, run_id)
 
     def remove(self, run_id: str) -> None:
         with self._lock:
@@ -298,26 +290,29 @@ class RunRegistry:
 
         Raises ``RetiredRunError`` if a query has begun to run there since.
         """
-        location = run.registration.state_location
         with self._lock:
-            running = next((other for other in self.at_location(location) if other.lifetime.is_current), None)
+            others = self.at_location(run.registration.state_location)
+            running = next((other for other in others if other.lifetime.is_current), None)
             if running is not None:
                 raise exceptions.RetiredRunError(f"Run {run.run_id} has been replaced by run {running.run_id}.")
-            replaced = self._retire(location, run.run_id)
-            self.by_id[run.run_id] = run
-            self._changed.notify_all()
-        for other in replaced:
-            self.end(other, f"run {run.run_id} has replaced it")
+            replaced = self._replace(run)
+        self._end_replaced(replaced, run.run_id)
 
-    def _retire(self, location: str, run_id: str) -> list[QueryState]:
-        """Replace the runs on a state, and return them. The lock is held."""
-        replaced = self.at_location(location)
+    def _replace(self, run: QueryState) -> list[QueryState]:
+        """Register a run in place of those on its state, and return them. The lock is held."""
+        replaced = self.at_location(run.registration.state_location)
         for other in replaced:
-            other.lifetime.retired_by = run_id
+            other.lifetime.retired_by = run.run_id
             if other.lifetime.stopped_at is not None:  # its driver has already reported its end
                 del self.by_id[other.run_id]
-                self._over[other.run_id] = f"replaced by {run_id}"
+                self._over[other.run_id] = f"replaced by {run.run_id}"
+        self.by_id[run.run_id] = run
+        self._changed.notify_all()
         return replaced
+
+    def _end_replaced(self, replaced: list[QueryState], run_id: str) -> None:
+        for other in replaced:
+            self.end(other, f"run {run_id} has replaced it")
 
     def stop(self, run: QueryState) -> None:
         """Record that the query of a run has ended: nothing is active or pending; its last version stays readable."""
@@ -410,47 +405,25 @@ class HostLease:
     probed_at: float = -math.inf
 
 
-class HostLeases(UserDict[str, HostLease]):
-    """The leases by host id. ``generation`` counts the changes of the set of hosts, or of a host's own data.
-
-    A host that registers again as the same incarnation at the same address changes nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generation = 0
-
-    def __setitem__(self, host_id: str, lease: HostLease) -> None:
-        earlier = self.data.get(host_id)
-        if earlier is None or earlier.info != lease.info:
-            self.generation += 1
-        self.data[host_id] = lease
-
-    def __delitem__(self, host_id: str) -> None:
-        del self.data[host_id]
-        self.generation += 1
-
-
 class HostRegistry:
     """The live hosts. A host that registers with a new incarnation replaces the old incarnation.
 
     The last message does not decide which incarnation is newer: a machine that was cut off may return with an
     incarnation that Ray has since replaced (fencing, by the number of the actor's restart).
+
+    ``leases`` are by host id. ``generation`` counts the changes of the set of hosts, of a host's own data, and of the
+    leaving hosts: a result of one generation holds until the next one.
     """
 
     def __init__(self) -> None:
-        self.leases = HostLeases()
+        self.leases: dict[str, HostLease] = {}
+        self.generation = 0
         self.losses: Counter[Loss] = Counter()
         """How many leases have ended, by the reason."""
         self._newest: BoundedDict[str, tuple[int, str]] = BoundedDict(REMEMBERED_HOSTS)
         self._leaving: dict[str, frozenset[str]] = {}
         self._nodes: dict[str, Mapping[str, str]] = {}
         self._nodes_generation = 0
-
-    @property
-    def generation(self) -> int:
-        """Return the number of changes of the hosts: a result of one generation holds until the next one."""
-        return self.leases.generation
 
     def register(
         self, info: HostInfo, now: float, partitions: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType({})
@@ -469,6 +442,8 @@ class HostRegistry:
         earlier, lease = self.leases.get(info.host_id), HostLease(info, now, partitions=partitions)
         if earlier is not None and earlier.info == info:
             lease.is_reachable, lease.probed_at = earlier.is_reachable, earlier.probed_at
+        else:
+            self.generation += 1
         self.leases[info.host_id] = lease
 
     def reported(self, run_id: str) -> list[tuple[TaskKey, str]]:
@@ -480,31 +455,34 @@ class HostRegistry:
             for partition in partitions
         ]
 
-    def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
-        """Renew and return a lease; None if this incarnation is not known."""
+    def find(self, host_id: str, incarnation: str) -> HostLease | None:
+        """Return the lease of exactly this incarnation; None if it is not registered."""
         lease = self.leases.get(host_id)
-        if lease is None or lease.info.incarnation != incarnation:
-            return None
-        lease.seen = now
+        return None if lease is None or lease.info.incarnation != incarnation else lease
+
+    def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
+        """Renew and return a lease; None if this incarnation is not registered."""
+        lease = self.find(host_id, incarnation)
+        if lease is not None:
+            lease.seen = now
         return lease
 
     def note_report(self, info: HostInfo, run_id: str, *, is_processed: bool = False, is_running: bool = False) -> None:
         """Record how far the report of a host about a run is. Heartbeats ask for the report until it is processed."""
-        lease = self.leases.get(info.host_id)
-        if lease is None or lease.info.incarnation != info.incarnation:
-            return
-        if is_processed:
+        lease = self.find(info.host_id, info.incarnation)
+        if lease is not None and is_processed:
             lease.reports.pop(run_id, None)
-        else:
+        elif lease is not None:
             lease.reports[run_id] = is_running
 
-    def require(self, host_id: str, incarnation: str) -> None:
-        """Raise ``UnknownHostError`` unless exactly this incarnation is registered."""
-        lease = self.leases.get(host_id)
-        if lease is None or lease.info.incarnation != incarnation:
+    def require(self, host_id: str, incarnation: str) -> HostLease:
+        """Return the lease of exactly this incarnation. Raises ``UnknownHostError`` if it is not registered."""
+        lease = self.find(host_id, incarnation)
+        if lease is None:
             raise exceptions.UnknownHostError(
                 f"Host {host_id} (incarnation {incarnation}) is not registered; register it again."
             )
+        return lease
 
     def nodes_of_session(self, session_id: str) -> Mapping[str, str]:
         """Return the node of each live host of a session, in the order of host ids. The result must not be changed."""
@@ -522,7 +500,7 @@ class HostRegistry:
         leaving = frozenset(host_ids)
         if self._leaving.get(session_id, frozenset()) != leaving:
             self._leaving[session_id] = leaving
-            self.leases.generation += 1
+            self.generation += 1
         if not leaving:
             self._leaving.pop(session_id, None)
 
@@ -549,21 +527,19 @@ class HostRegistry:
             *(info.host_id, why.value, why.name, info.incarnation, info.restart, info.address, info.node_id, age),
         )
         self.losses[why] += 1
-        del self.leases[info.host_id]
+        self.remove(info.host_id)
 
-    def expire_nodes(self, nodes: Collection[str], now: float) -> list[str]:
-        """End the leases of the hosts on these nodes. Return their ids."""
-        lost = [lease for lease in self.leases.values() if lease.info.node_id in nodes]
-        for lease in lost:
-            self.lose(lease, Loss.NODE_DEAD, now - lease.seen)
-        return [lease.info.host_id for lease in lost]
+    def remove(self, host_id: str) -> None:
+        del self.leases[host_id]
+        self.generation += 1
 
-    def expire(self, before: float, now: float) -> list[str]:
-        """End the leases of the hosts whose last heartbeat was before that time. Return their ids."""
-        lost = [lease for lease in self.leases.values() if lease.seen < before]
-        for lease in lost:
-            self.lose(lease, Loss.NO_HEARTBEAT, now - lease.seen)
-        return [lease.info.host_id for lease in lost]
+    def expire(self, before: float, now: float, dead_nodes: Collection[str] = ()) -> None:
+        """End the leases of the hosts on these nodes, and of those whose last heartbeat was before that time."""
+        for lease in list(self.leases.values()):
+            if lease.info.node_id in dead_nodes:
+                self.lose(lease, Loss.NODE_DEAD, now - lease.seen)
+            elif lease.seen < before:
+                self.lose(lease, Loss.NO_HEARTBEAT, now - lease.seen)
 
 
 class Registries:
@@ -606,7 +582,7 @@ class Registries:
         with self.lock:
             self.hosts.prolong(seconds, now)
             for run in self.runs.by_id.values():
-                run.lifetime.prolong(seconds, now)
+                run.lifetime.driver_seen = min(now, run.lifetime.driver_seen + seconds)
             self.last_needed = min(now, self.last_needed + seconds)
             self._reports_until += seconds
 
@@ -619,7 +595,7 @@ class Registries:
             self.failing.pop(session_id, None)
             self.hosts.leave(session_id, ())
             for host_id in self.hosts.of_session(session_id):
-                del self.hosts.leases[host_id]
+                self.hosts.remove(host_id)
             runs = self.runs.of_session(session_id)
             for run in runs:
                 self.runs.remove(run.run_id)
@@ -629,6 +605,18 @@ class Registries:
         return others
 
     def has_ended(self, session_id: str) -> bool:
-        """Return whether a driver's session has ended."""
         with self.lock:
             return session_id in self._ended_sessions
+
+
+class Handler:
+    """Answers messages by the tables that all handlers share."""
+
+    def __init__(self, registries: Registries) -> None:
+        self._registries = registries
+        self._runs = registries.runs
+
+    def _require_host(self, host_id: str, incarnation: str) -> HostInfo:
+        """Return a host. Raises ``UnknownHostError`` unless exactly this incarnation is registered."""
+        with self._registries.lock:
+            return self._registries.hosts.require(host_id, incarnation).info

@@ -6,21 +6,16 @@ from contextlib import suppress
 
 from backends.exceptions import StorageError
 from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, RetiredRunError, UnknownHostError
-from coordinator_actor.handlers.batches import catch_up
 from coordinator_actor.handlers.locations import assign_owners
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries import Handler
 from coordinator_actor.messages import HeldQuery, SavepointExported, SavepointStatus
 from coordinator_actor.run.holds import BUSY_SECONDS, Hold
 from coordinator_actor.run.query_state import QueryState
 from coordinator_actor.savepoints.savepoint_coordinator import status_of
 
 
-class Rewritings:
+class Rewritings(Handler):
     """Holds runs, and exchanges their files. All changes to a run are made under its lock."""
-
-    def __init__(self, registries: Registries) -> None:
-        self._registries = registries
-        self._runs = registries.runs
 
     def hold_query(
         self, query: str, holder: str, seconds: float, *, batches: bool | None = None, hold: str = ""
@@ -48,7 +43,7 @@ class Rewritings:
                     "the stop, with the checkpoint location."
                 )
             renewed = current if hold and current is not None else run.machine.rewriting.begin(holder, now, seconds)
-            catch_up(self._runs, run)
+            run.catch_up()
             # Wait for long operations before any batch has to wait.
             waits_for = self._copied(run, now)
             first = None if batches is False else renewed.batch_id
@@ -147,12 +142,8 @@ def _worked_on(run: QueryState, hold: Hold | None) -> str | None:
 # The messages about savepoints: users request them, hosts report what they have exported.
 
 
-class Savepoints:
+class Savepoints(Handler):
     """Begins savepoints of running queries, and forwards the reports of hosts about them."""
-
-    def __init__(self, registries: Registries) -> None:
-        self._registries = registries
-        self._runs = registries.runs
 
     def trigger_savepoint(
         self, request_id: str, query: str, path: str | None = None, *, stop: bool = False
@@ -163,7 +154,7 @@ class Savepoints:
         run = self._runs.running(query)
         with run.lock:
             run.lifetime.require_current()
-            catch_up(self._runs, run)
+            run.catch_up()
             base = path if path is not None else f"{run.registration.state_location}/savepoints"
             savepoints = self._runs.savepoints_of(run.run_id)
             if savepoints is None:
@@ -176,8 +167,7 @@ class Savepoints:
         return SavepointStatus(known=False) if request is None else status_of(request)
 
     def savepoint_exported(self, message: SavepointExported) -> None:
-        with self._registries.lock:
-            self._registries.hosts.require(message.host_id, message.incarnation)
+        self._require_host(message.host_id, message.incarnation)
         savepoints = self._runs.savepoints_of(message.run_id)
         if savepoints is not None:
             savepoints.exported(message)

@@ -109,7 +109,7 @@ class Suspicions:
         if self._probe is None:
             return
         with self._registries.lock:
-            lease = self._lease_of(info)
+            lease = self._registries.hosts.find(info.host_id, info.incarnation)
             now = self._registries.clock()
             is_busy = info.host_id in self._probing or len(self._probing) >= MOST_PROBES
             if lease is None or is_busy or abs(now - lease.probed_at) < PROBE_PAUSE_SECONDS:
@@ -140,7 +140,7 @@ class Suspicions:
         """Probe a host once, after ``earlier`` silent probes. Return the seconds until the next probe, or None."""
         assert self._probe is not None
         with self._registries.lock:
-            lease = self._lease_of(info)
+            lease = self._registries.hosts.find(info.host_id, info.incarnation)
             if lease is None:
                 return None
             seen = lease.seen
@@ -152,7 +152,7 @@ class Suspicions:
         took = time.monotonic() - began
         stood_still = took > seconds + STOOD_STILL_SECONDS
         with self._registries.lock:
-            lease = self._lease_of(info)
+            lease = self._registries.hosts.find(info.host_id, info.incarnation)
             if lease is None:
                 return None
             now = self._registries.clock()
@@ -184,7 +184,3 @@ class Suspicions:
             if not all(any(p in copy.get(operator, ()) for copy in copies) for operator, p in tasks):
                 return False
         return True
-
-    def _lease_of(self, info: HostInfo) -> HostLease | None:
-        lease = self._registries.hosts.leases.get(info.host_id)
-        return None if lease is None or lease.info.incarnation != info.incarnation else lease

@@ -250,26 +250,25 @@ def _described(path: str, size: int, kept: Iterable[str], versions: StateVersion
     kept_by = tuple(dict.fromkeys(kept))
     if not kept_by and versions.damages and top in (GROUPS_DIRECTORY, "operators", "schemas", MANIFESTS):
         kept_by = ("it is damaged: 'statestore verify' says how" if path in versions.damages else UNKNOWN,)
-    if top == GROUPS_DIRECTORY:
-        why = "" if kept_by else _why_not(version_in(path), versions)
-        kind = "snapshots" if path.endswith(".snapshots") else "changelogs"
-        return StoredFile(path, size, kind, version=version_in(path), kept_by=kept_by, why=why)
+    version, why = None, ""
     if top == "operators":
         return _of_partition(path, size, kept_by, versions)
-    if top == MANIFESTS and size == len(FENCE):
-        return StoredFile(path, size, "fence", kept_by=("it keeps an earlier coordinator from writing; it stays",))
-    if top == MANIFESTS:
-        why = "" if kept_by else "a later manifest replaces it; retention removes it"
-        return StoredFile(path, size, "manifest", kept_by=kept_by, why=why)
-    if top == "schemas":
-        why = "" if kept_by else "rows of versions that are gone; it is never removed"
-        return StoredFile(path, size, "schema", kept_by=kept_by, why=why)
-    if path in _SINGLE:
-        return StoredFile(path, size, "record", kept_by=(_SINGLE[path],))
-    if top in _RECORDS:
-        kind, why = _RECORDS[top]
-        return StoredFile(path, size, kind, kept_by=(why,))
-    return StoredFile(path, size, "unknown", why="the state has no such file; nothing reads or removes it")
+    if top == GROUPS_DIRECTORY:
+        version = version_in(path)
+        kind, why = "snapshots" if path.endswith(".snapshots") else "changelogs", _why_not(version, versions)
+    elif top == MANIFESTS and size == len(FENCE):
+        kind, kept_by = "fence", ("it keeps an earlier coordinator from writing; it stays",)
+    elif top == MANIFESTS:
+        kind, why = "manifest", "a later manifest replaces it; retention removes it"
+    elif top == "schemas":
+        kind, why = "schema", "rows of versions that are gone; it is never removed"
+    elif path in _SINGLE:
+        kind, kept_by = "record", (_SINGLE[path],)
+    elif top in _RECORDS:
+        kind, kept_by = _RECORDS[top][0], _RECORDS[top][1:]
+    else:
+        kind, why = "unknown", "the state has no such file; nothing reads or removes it"
+    return StoredFile(path, size, kind, version=version, kept_by=kept_by, why="" if kept_by else why)
 
 
 def _of_partition(path: str, size: int, kept_by: tuple[str, ...], versions: StateVersions) -> StoredFile:

@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cached_property
 
 from msgspec import Struct, structs
 
@@ -355,15 +354,21 @@ class VersionTimes:
     @classmethod
     def of(cls, versions: StateVersions) -> VersionTimes:
         """Return the times of the versions that storage shows. Raises ``StorageError``."""
-        numbers, times = [], list[int]()
-        others = _OtherTimes(versions)
+        place = versions.place
+        records = CheckpointRecords(RecordFiles(CheckpointStorage.open(place.state_location, place.options))).load()
+        in_history = {record.id: record.completed_ms for record in records}
+        commits = SparkCommits(CheckpointStorage.open(place.checkpoint_location, place.options))
+        times = list[int]()
         for version in versions.readable:
             following, manifest = versions.chain.get(version + 1), versions.chain.get(version)
             completed_ms = None if following is None else following.parent_completed_ms
-            at = completed_ms if completed_ms is not None else 0 if manifest is None else others.completed_ms(manifest)
-            numbers.append(version)
-            times.append(max(at, times[-1] if times else at))
-        return cls(versions.place.checkpoint_location, tuple(numbers), tuple(times))
+            if completed_ms is None and manifest is not None:
+                completed_ms = in_history.get(manifest.id)
+                if completed_ms is None:
+                    completed_ms = commits.committed_ms(version - 1)
+                completed_ms = max(completed_ms or 0, manifest.created_ms)
+            times.append(max(completed_ms or 0, times[-1] if times else 0))
+        return cls(place.checkpoint_location, tuple(versions.readable), tuple(times))
 
     def version_at(self, ms: int) -> int:
         """Return the version that was the last completed one at a time.
@@ -384,30 +389,6 @@ class VersionTimes:
             f"The state at {self.location} as of {_in_words(ms)} is unknown: the first version that is kept is "
             f"{first}. More are kept with a higher min_versions_to_retain or min_seconds_to_retain (StateStoreConf)."
         )
-
-
-class _OtherTimes:
-    """Times of versions whose successor does not record them. Reads one file, and one name for each version."""
-
-    def __init__(self, versions: StateVersions) -> None:
-        self._place = versions.place
-
-    @cached_property
-    def _in_history(self) -> dict[int, int]:
-        """By the id of the manifest."""
-        storage = CheckpointStorage.open(self._place.state_location, self._place.options)
-        records = CheckpointRecords(RecordFiles(storage)).load()
-        return {record.id: record.completed_ms for record in records if record.completed_ms is not None}
-
-    @cached_property
-    def _commits(self) -> SparkCommits:
-        return SparkCommits(CheckpointStorage.open(self._place.checkpoint_location, self._place.options))
-
-    def completed_ms(self, manifest: Manifest) -> int:
-        moment_ms = self._in_history.get(manifest.id)
-        if moment_ms is None:
-            moment_ms = self._commits.committed_ms(manifest.version - 1)
-        return manifest.created_ms if moment_ms is None else max(moment_ms, manifest.created_ms)
 
 
 def ms_of(time: str | datetime) -> int:

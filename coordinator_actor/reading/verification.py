@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -17,7 +17,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, MissingFileError, StateStoreError
 from backends.formats import snapshot
 from backends.formats.changelog import GROUPS_DIRECTORY, read_changelog, read_index
-from backends.formats.manifest import ChangelogRef, Lineage, OperatorEntry, SnapshotDescriptor, SnapshotRef, version_in
+from backends.formats.manifest import Lineage, OperatorEntry, SnapshotDescriptor, SnapshotRef, version_in
 from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.locations import FileRef
@@ -31,6 +31,7 @@ VERIFY_THREADS = 8
 """Files that are read at once. Changelogs are held in memory during the read, files of snapshots are not."""
 
 
+T = TypeVar("T")
 DifferencesIn: TypeAlias = Callable[[OperatorSchema, PartitionState], Iterable[str]]
 """Compares the rows of a partition, and says what differs."""
 
@@ -74,28 +75,15 @@ class Verification:
 
 @dataclass(frozen=True)
 class _File:
-    """A changelog with the path of the one below it, if known, or a snapshot; and its partition."""
+    """A changelog with the path of the one below it, if known, or the descriptor of a snapshot; and its partition."""
 
     operator: str
     partition: int
-    changelog: ChangelogRef | None = None
+    version: int
+    ref: FileRef
     base: str | None = None
     knows_base: bool = False
     snapshot: SnapshotRef | None = None
-
-    @property
-    def ref(self) -> FileRef:
-        file = self.changelog or self.snapshot
-        assert file is not None
-        return file.file
-
-    @property
-    def path(self) -> str:
-        return self.ref.path
-
-    @property
-    def stored_in(self) -> str:
-        return self.ref.stored_in
 
 
 @dataclass(frozen=True)
@@ -115,11 +103,12 @@ class _ReadFiles:
     damages: dict[str, Damage] = field(default_factory=dict)
     parts: dict[str, _Part] = field(default_factory=dict)
 
-    def note(self, path: str, stored_in: str, of: _File, nbytes: int, what: str | None) -> None:
+    def note(self, ref: FileRef, of: _File, what: str | None) -> None:
         """Count a file that was read; ``what`` is its damage, None for a sound file."""
-        self.nbytes += nbytes
-        if what is not None:
-            self.damages[path] = Damage(stored_in, of.operator, of.partition, version_in(path), what)
+        if what is None:
+            self.nbytes += ref.size
+        else:
+            self.damages[ref.path] = Damage(ref.stored_in, of.operator, of.partition, version_in(ref.path), what)
 
 
 def verify_version(
@@ -149,7 +138,8 @@ def verify_version(
         for operator, entry in operators.items()
         for piece in versions.pieces(operator, entry, at)
     }
-    files = {f.path: f for (operator, p), piece in pieces.items() for f in _files(versions, operator, p, piece.lineage)}
+    named = (f for (operator, p), piece in pieces.items() for f in _files(versions, operator, p, piece.lineage))
+    files = {file.ref.path: file for file in named}
     read = _read_files(storage, files, progress)
     damages, parts = {**_damaged_schemas(versions, operators), **read.damages}, read.parts
     bad = {*damages, *(path for part in damages if part in parts for path in parts[part].snapshots)}
@@ -170,8 +160,8 @@ def verify_version(
                 lost.append(f"{operator}/{p}")
                 damages[f"{operator}/{p}"] = Damage(piece.directory, operator, p, at, str(error))
     all_damages = (*damages_of_manifests(versions), *_damaged_records(storage), *(damages[i] for i in sorted(damages)))
-    of_rows = tuple(differences)
-    return Verification(at, len(files) + len(parts), read.nbytes, all_damages, tuple(lost), rows, of_rows)
+    num_files = len(files) + len(parts)
+    return Verification(at, num_files, read.nbytes, all_damages, tuple(lost), rows, tuple(differences))
 
 
 def _read_files(
@@ -180,26 +170,33 @@ def _read_files(
     """Read the files of a version: changelogs and descriptors, the files of snapshots, and the indexes of objects."""
     read = _ReadFiles()
     with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="statestore-verify") as pool:
-        checked_files = pool.map(lambda f: _check(storage, f), files.values())
-        for done, (file, (size, what, descriptor)) in enumerate(zip(files.values(), checked_files, strict=True), 1):
-            read.note(file.path, file.stored_in, file, size, what)
+        checked_files = pool.map(lambda file: _tried(lambda: _check_file(storage, file)), files.values())
+        for done, (file, (descriptor, what)) in enumerate(zip(files.values(), checked_files, strict=True), 1):
+            read.note(file.ref, file, what)
             for named in () if descriptor is None else descriptor.files:
                 if named.file is not None:
-                    read.parts.setdefault(named.file.path, _Part(named.file, file)).snapshots.add(file.path)
+                    read.parts.setdefault(named.file.path, _Part(named.file, file)).snapshots.add(file.ref.path)
             progress(done, len(files) + len(read.parts))
-        checked_parts = pool.map(lambda part: _check_part(storage, part), read.parts.values())
-        for done, (part, (size, what)) in enumerate(
-            zip(read.parts.values(), checked_parts, strict=True), len(files) + 1
-        ):
-            read.note(part.ref.path, part.ref.stored_in, part.of, size, what)
+        checked_parts = pool.map(lambda part: _tried(lambda: storage.check(part.ref)), read.parts.values())
+        for done, (part, (_, what)) in enumerate(zip(read.parts.values(), checked_parts, strict=True), len(files) + 1):
+            read.note(part.ref, part.of, what)
             progress(done, len(files) + len(read.parts))
         # A damaged index does not prevent a load: it is only for a version without a manifest.
-        groups = {f.stored_in: f for f in files.values() if f.changelog is not None and f.stored_in != f.path}
+        groups = {f.ref.stored_in: f for f in files.values() if f.snapshot is None and f.ref.within is not None}
         sizes = dict(storage.list(GROUPS_DIRECTORY)) if groups else {}
-        checked_indexes = pool.map(lambda path: _check_index(storage, path, sizes), groups)
-        for path, what in zip(groups, checked_indexes, strict=True):
-            read.note(path, path, groups[path], 0, what)
+        there = [path for path in groups if path in sizes]  # the parts of the others are missing already
+        checked_indexes = pool.map(lambda path: _tried(lambda: read_index(storage, path, sizes[path])), there)
+        for path, (_, what) in zip(there, checked_indexes, strict=True):
+            read.note(FileRef(path, 0, ""), groups[path], what)
     return read
+
+
+def _tried(check: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the result of a check, or the damage that the check has found."""
+    try:
+        return check(), None
+    except (DamagedFileError, MissingFileError) as error:
+        return None, str(error)
 
 
 def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
@@ -245,55 +242,30 @@ def _files(versions: StateVersions, operator: str, partition: int, lineage: Line
     for ref in lineage.changelogs:
         if ref.version > kept_from:
             # If a manifest is damaged, the version below may be unknown.
-            yield _File(operator, partition, changelog=ref, base=base, knows_base=below == ref.version - 1)
+            yield _File(operator, partition, ref.version, ref.file, base, knows_base=below == ref.version - 1)
         base, below = ref.file.path, ref.version
     for uploaded in lineage.snapshots:
         if uploaded.version >= kept_from:
-            yield _File(operator, partition, snapshot=uploaded)
+            yield _File(operator, partition, uploaded.version, uploaded.file, snapshot=uploaded)
 
 
-def _check(storage: CheckpointStorage, file: _File) -> tuple[int, str | None, SnapshotDescriptor | None]:
-    """Return the number of bytes read, the damage, and the descriptor if the file describes a snapshot."""
-    try:
-        if file.changelog is not None:
-            return _check_changelog(storage, file, file.changelog), None, None
-        assert file.snapshot is not None
-        return file.snapshot.file.size, None, snapshot.read_descriptor(storage, file.snapshot)
-    except (DamagedFileError, MissingFileError) as error:
-        return 0, str(error), None
-
-
-def _check_index(storage: CheckpointStorage, path: str, sizes: Mapping[str, int]) -> str | None:
-    try:
-        if path in sizes:  # else its parts are missing already
-            read_index(storage, path, sizes[path])
-    except (DamagedFileError, MissingFileError) as error:
-        return str(error)
-    return None
-
-
-def _check_part(storage: CheckpointStorage, part: _Part) -> tuple[int, str | None]:
-    try:
-        storage.check(part.ref)
-    except (DamagedFileError, MissingFileError) as error:
-        return 0, str(error)
-    return part.ref.size, None
-
-
-def _check_changelog(storage: CheckpointStorage, file: _File, ref: ChangelogRef) -> int:
-    name = storage.full_location(ref.file.path)
-    meta, _ = read_changelog(storage.read(ref.file), name)
+def _check_file(storage: CheckpointStorage, file: _File) -> SnapshotDescriptor | None:
+    """Return the descriptor if the file describes a snapshot."""
+    if file.snapshot is not None:
+        return snapshot.read_descriptor(storage, file.snapshot)
+    name = storage.full_location(file.ref.path)
+    meta, _ = read_changelog(storage.read(file.ref), name)
     in_file = (meta.operator, meta.partition, meta.version)
-    if in_file != (file.operator, file.partition, ref.version):
+    if in_file != (file.operator, file.partition, file.version):
         raise DamagedFileError(
             f"{name} says that it is version {meta.version} of {meta.operator}/{meta.partition}, and the manifest "
-            f"names it for version {ref.version} of {file.operator}/{file.partition}: files have been exchanged."
+            f"names it for version {file.version} of {file.operator}/{file.partition}: files have been exchanged."
         )
     if file.knows_base and meta.base != file.base:
         raise DamagedFileError(
             f"{name} applies to {meta.base}, and the manifests have {file.base} below it: files have been exchanged."
         )
-    return ref.file.size
+    return None
 
 
 def _is_loadable(versions: StateVersions, lineage: Lineage, bad: set[str]) -> bool:

@@ -11,6 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec import structs
 
@@ -19,7 +20,7 @@ from backends.formats.manifest import Manifest
 from backends.formats.manifest_chain import delta_bytes
 from backends.storage.requests import num_requests, used_since, used_together
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint, TaskKey
-from coordinator_actor.durable.records import MAX_RECORDS, CheckpointRecord, CheckpointRecords, StepTime
+from coordinator_actor.durable.records import MAX_RECORDS, CheckpointRecord, CheckpointRecords, StepTime, as_plain
 from coordinator_actor.messages import MAX_STEPS, Acknowledge, CommitFigures, InputPace
 
 WRITE_SECONDS = 10.0
@@ -37,20 +38,6 @@ class _Counted:
     retried: int = 0
     storage: Counter[str] = field(default_factory=Counter)
     figures: dict[TaskKey, CommitFigures | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Changed:
-    """The records that were added or changed since a mark, by ascending id.
-
-    ``first`` is the id of the oldest record that is kept, changed or not, None if there is none; ``mark`` is the one to
-    pass next time. ``is_all``: these are all records, because the given mark is unknown.
-    """
-
-    records: tuple[CheckpointRecord, ...]
-    first: int | None
-    mark: str
-    is_all: bool
 
 
 class CheckpointHistory:
@@ -126,16 +113,23 @@ class CheckpointHistory:
         with self._lock:
             return tuple(self._records.values())
 
-    def changed_since(self, mark: str) -> Changed:
-        """Return the checkpoints that are new or changed since the answer with that mark; all for an empty or unknown
-        mark.
+    def changed_since(self, mark: str) -> dict[str, Any]:
+        """Return the checkpoints that are new or changed since the answer with that mark; all for an unknown mark.
+
+        The keys are those of ``CoordinatorPort.checkpoint_stats``.
         """
         name, _, number = mark.partition(":")
         is_known = name == self._name and number.isdecimal()
         since = int(number) if is_known else -1
         with self._lock:
-            records = tuple(record for i, record in self._records.items() if self._changed[i] > since)
-            return Changed(records, min(self._records, default=None), f"{self._name}:{self._num_changes}", not is_known)
+            records = [record for i, record in self._records.items() if self._changed[i] > since]
+            first, new_mark = min(self._records, default=None), f"{self._name}:{self._num_changes}"
+        return {
+            "history": [as_plain(record) for record in records],
+            "history_first": first,
+            "history_mark": new_mark,
+            "history_is_all": not is_known,
+        }
 
     # -- storage -------------------------------------------------------------------------------
 
@@ -193,13 +187,10 @@ class CheckpointHistory:
         self._records = {i: self._records[i] for i in sorted(self._records)[-MAX_RECORDS:]}
         self._changed = {i: self._changed[i] for i in self._records}
 
-    def tidy_up(self, delete_all: Callable[[Sequence[str]], None]) -> None:
-        """Remove the files that newer ones replace, with ``delete_all``."""
+    def tidy_up(self) -> None:
+        """Remove the files that newer ones replace."""
         with self._writing:
-            paths = self._files.obsolete()
-            if paths:
-                delete_all(paths)
-                self._files.forget(paths)
+            self._files.remove_obsolete()
 
 
 def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], now: float) -> CheckpointRecord:

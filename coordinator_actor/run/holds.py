@@ -34,7 +34,6 @@ class Hold:
     until: float
 
     def holds(self, batch_id: int) -> bool:
-        """Return whether a batch waits."""
         return self.batch_id is not None and batch_id >= self.batch_id
 
 
@@ -222,20 +221,12 @@ class KnownFiles:
         self._listed = 0
         self._maintenances = 0
 
-    @property
-    def is_listing_due(self) -> bool:
-        """Return whether the next ``look`` lists."""
-        return self._maintenances % LISTED_EVERY == 0
-
     def look(self, storage: CheckpointStorage, completed: int) -> None:
         """List the files if it is time to. Raises ``StorageError``: then the next maintenance lists."""
-        if self.is_listing_due:
-            sizes = {
-                path: size for directory in ("operators", GROUPS_DIRECTORY) for path, size in storage.list(directory)
-            }
-            unfinished = [
-                path for directory in ("operators", GROUPS_DIRECTORY) for path in storage.unfinished(directory)
-            ]
+        if self._maintenances % LISTED_EVERY == 0:
+            directories = ("operators", GROUPS_DIRECTORY)
+            sizes = {path: size for directory in directories for path, size in storage.list(directory)}
+            unfinished = [path for directory in directories for path in storage.unfinished(directory)]
             self._sizes, self._listed, self.paths = sizes, completed, {*sizes, *unfinished}
         self._maintenances += 1
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from msgspec import structs
 
@@ -18,9 +19,15 @@ from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracke
 from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter, TaskKey
 from coordinator_actor.durable.fencing import RecordFiles
 from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
-from coordinator_actor.durable.records import CheckpointRecords, FeatureViewRecords, LookupRecords
+from coordinator_actor.durable.records import CheckpointRecords, LookupRecords, write_feature_views
 from coordinator_actor.durable.spark_commits import SparkCommits, SparkLogs
-from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
+from coordinator_actor.exceptions import (
+    IncompleteBatchError,
+    InvalidRequestError,
+    LineageError,
+    RetiredRunError,
+    UnknownRunError,
+)
 from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.messages import MIRROR, Acknowledge, Completed, OperatorSpec, QueryRegistration
 from coordinator_actor.run.history import CheckpointHistory, SparkAtWork
@@ -57,10 +64,6 @@ class RunLifetime:
         self.stopped_at: float | None = None
         self.retired_by: str | None = None
         self._maintenances = 0
-
-    def prolong(self, seconds: float, now: float) -> None:
-        """Let the lease of the driver run ``seconds`` longer."""
-        self.driver_seen = min(now, self.driver_seen + seconds)
 
     def maintained_at(self, now: float) -> None:
         """Record that garbage is being removed."""
@@ -111,6 +114,7 @@ class QueryState:
     (``is_mirror``) was that of the mirrored query; None for other runs. ``feature_views`` are those whose record is in
     the state of the query. ``unfinished_records`` are the paths of records that were being written at the last look for
     them. ``copy_lags`` has, by operator and partition, how many versions each standby copy that exists is behind.
+    ``when_completed`` is called after each completed version, for savepoints that wait for it.
     """
 
     def __init__(
@@ -147,14 +151,24 @@ class QueryState:
             lambda: used_together(manifests.storage.used, commits.used),
         )
         self.feature_views: tuple[FeatureView, ...] = ()
+        self.when_completed: Callable[[], None] = lambda: None
         self.is_taken_up = False
         self.looked_at: float | None = None
         self._announced: Completed | None = None
         self._announced_to: Mapping[str, Completed] = {}
         self._clock = clock
-        self._lag_conf = snapshot_lag or SnapshotLagConf()
-        self._lag: SnapshotLag | None = None
+        self.snapshot_lag = SnapshotLag(self.run_id, self.tasks(), clock(), conf=snapshot_lag)
         self._slow: int | None = None  # the checkpoint that a warning was made of
+
+    @contextmanager
+    def lock_if_free(self) -> Iterator[bool]:
+        """Hold the lock unless another thread does, which may wait for storage. Yield whether it is held."""
+        is_held = self.lock.acquire(blocking=False)
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                self.lock.release()
 
     # -- what the program declares -------------------------------------------------------------
 
@@ -176,13 +190,7 @@ class QueryState:
         """Return every declared partition of every operator."""
         return iter(tasks_of(self.versions.layouts))
 
-    def is_named(self, query: str) -> bool:
-        """Return whether that is the name, the query id, the run id or the state location."""
-        of = self.registration
-        return query in (of.name, of.query_id, of.run_id, of.state_location)
-
     def has_partition(self, operator: str, partition: int) -> bool:
-        """Return whether the run has such a partition."""
         spec = self.operator(operator)
         return spec is not None and 0 <= partition < spec.num_partitions
 
@@ -240,10 +248,6 @@ class QueryState:
 
     # -- beginning -----------------------------------------------------------------------------
 
-    def load(self, completed: int) -> None:
-        """Load the manifests as they were read; ``completed`` is the version that Spark has committed."""
-        self.versions.load(self.manifests.chain(), completed)
-
     def take_up(self, completed: int, epoch: int) -> None:
         """Load the manifests of a run whose query has ended, as they were read; ``epoch`` is the run's last one.
 
@@ -251,7 +255,7 @@ class QueryState:
         """
         self.is_taken_up = True
         self.manifests.epochs.current = epoch
-        self.load(completed)
+        self.versions.load(self.manifests.chain(), completed)
         # Manifests that the query has removed are known here from earlier looks.
         self.manifests.forget({m.id for m in self.versions.chain.values()})
         if self.commits.had_begun(completed):
@@ -275,7 +279,7 @@ class QueryState:
             # No other run can make a version any more, but an older run may just have committed one.
             completed = self.commits.next_batch()
             self.counter.ensure_above(last_id.result())
-        self.load(max(versions.completed, completed))
+        versions.load(manifests.chain(), max(versions.completed, completed))
         if initial is not None and not versions.chain and versions.completed == 0:
             self.perform(self.machine.begin_with(initial, self._clock()))
         if versions.completed > 0 and versions.completed not in versions.chain:
@@ -299,7 +303,8 @@ class QueryState:
         savepoint = self.manifests.savepoints.hold_of(self.run_id) if was_known else None
         if savepoint is not None:
             self.machine.savepoint_hold = SavepointHold(savepoint.version, savepoint.checkpoint_id)
-        self._lag = SnapshotLag(self.run_id, self.tasks(), self._clock(), versions.completed, self._lag_conf)
+        conf = self.snapshot_lag.conf
+        self.snapshot_lag = SnapshotLag(self.run_id, self.tasks(), self._clock(), versions.completed, conf)
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -320,23 +325,54 @@ class QueryState:
         self.perform(self.machine.acknowledge(messages, self._clock()))
         return self.machine.named_by(version)
 
+    def catch_up(self) -> None:
+        """Complete the prepared version if Spark has committed its batch, even if no message has reported it yet.
+
+        Raises ``FencedError`` if another coordinator has taken over.
+        """
+        completed = self.versions.completed
+        following = self.versions.chain.get(completed + 1)
+        if following is not None and following.run_id == self.run_id and self.spark_logs.has(completed):
+            self._require_own()
+            self.complete(completed + 1)
+
+    def advance(self, version: int, *, is_own: bool = False) -> None:
+        """Complete a version, as Spark's commits say. Raises ``StaleBatchError`` or ``InvalidRequestError``.
+
+        ``is_own``: the run's driver or a task of its next batch reported it. Else the commit was only seen, and it may
+        be that of a run in another cluster which has replaced this one: raises ``FencedError`` if there is such a run.
+        """
+        if version == self.versions.completed:
+            return
+        self.machine.require_next(version)
+        if not self.spark_logs.has(version - 1):
+            raise InvalidRequestError(
+                f"Version {version} of run {self.run_id} cannot be completed: Spark's commits/{version - 1} does not "
+                f"exist in {self.registration.checkpoint_location}, or no longer."
+            )
+        if not is_own:
+            self._require_own()
+        self.complete(version)
+
+    def _require_own(self) -> None:
+        """Raise ``FencedError`` unless a seen commit is certainly this run's: others claim an epoch before theirs."""
+        self.manifests.epochs.check()
+
     def complete(self, version: int) -> None:
         """Complete a version: Spark has committed its batch."""
-        if self.machine.must_recover(version):
-            self._recover(version)
-            self._require_own_schemas(version)
-        else:
-            self._settle(version)
-        self.machine.complete(version, self._clock())
-        self.history.completed(self.versions.chain[version], self._clock())
-        self.announce()
+        with spans.span("coordinator.complete", spans.batch(self.run_id, version)):
+            if self.machine.must_recover(version):
+                self._recover(version)
+                self._require_own_schemas(version)
+            else:
+                self._settle(version)
+            self.machine.complete(version, self._clock())
+            self.history.completed(self.versions.chain[version], self._clock())
+            self.announce()
+        self.when_completed()
 
     def _settle(self, version: int) -> None:
         self.perform(self.machine.settle(version, self._clock()))
-
-    def name_repeats(self) -> None:
-        """Name all acknowledged changes in a manifest: a newer run is about to replace this one."""
-        self.perform(self.machine.wait_no_more(self._clock()))
 
     def _require_own_schemas(self, version: int) -> None:
         """Raise ``LineageError`` if another program has written a version: this one would misread its rows."""
@@ -365,8 +401,7 @@ class QueryState:
 
     def stored_changes(self, version: int) -> StoredChanges:
         """Return the changes of a version that were acknowledged, or else those in storage."""
-        acknowledged = self.machine.acknowledged(version)
-        return stored_changes(self.manifests, self.versions, self.run_id, version, acknowledged)
+        return stored_changes(self.manifests, self.versions, self.run_id, version, self.machine.acknowledged(version))
 
     def name_snapshots(self) -> None:
         """Name the unnamed snapshots in a manifest of the completed version, for the next run.
@@ -387,7 +422,7 @@ class QueryState:
     def keep_feature_views(self, views: tuple[FeatureView, ...]) -> None:
         """Keep these feature views in place of all earlier ones, first durably."""
         if views != self.feature_views:
-            FeatureViewRecords(RecordFiles(self.manifests.storage)).write(views)
+            write_feature_views(self.manifests.storage, views)
             self.feature_views = views
 
     # -- holds, and rewriting files ------------------------------------------------------------
@@ -434,6 +469,14 @@ class QueryState:
         announced = self._announced
         return None if announced is None else self._announced_to.get(host_id, announced)
 
+    def completed_for(self, host_id: str) -> Completed:
+        """Return the last completed version, with the heads of a host's partitions. Needs no lock."""
+        self.lifetime.require_served()
+        announced = self.announcement_to(host_id)
+        if announced is None:
+            raise UnknownRunError(f"Run {self.run_id} is being registered; ask again.")
+        return announced if self.lifetime.stopped_at is None else structs.replace(announced, ended=True)
+
     # -- warnings ------------------------------------------------------------------------------
 
     def slow_warning(self, now: float, seconds: float) -> str | None:
@@ -449,19 +492,3 @@ class QueryState:
             f"Batch {batch.properties['version'] - 1} of run {self.run_id} has not been acknowledged for "
             f"{now - batch.started:.0f} s: {batch.describe_missing()}"
         )
-
-    def snapshot_uploaded(self, task: TaskKey, version: int, now: float) -> None:
-        """Record a snapshot that counts, for the warning about partitions whose snapshots lag behind."""
-        if self._lag is not None:
-            self._lag.report_uploaded(task, version, now)
-
-    def newest_snapshot(self, task: TaskKey) -> int | None:
-        """Return the version of the newest known snapshot of a partition. Needs no lock of the run.
-
-        None if hosts have uploaded none since this coordinator registered the run.
-        """
-        return None if self._lag is None else self._lag.latest(task)
-
-    def lag_warning(self, now: float) -> str | None:
-        """Return the warning about partitions whose snapshots lag behind; None if there is none, or no new one."""
-        return None if self._lag is None else self._lag.warning(self.versions.completed, now)

@@ -19,9 +19,9 @@ from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey, named_tasks
-from coordinator_actor.durable.fencing import READERS, EpochFile, RecordFiles
+from coordinator_actor.durable.fencing import READERS, EpochFile
 from coordinator_actor.durable.manifests import CheckpointPlace, ManifestLog, QueryFile, is_inside
-from coordinator_actor.durable.records import FeatureViewRecords
+from coordinator_actor.durable.records import read_feature_views
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.feature_views import FeatureView
 from coordinator_actor.messages import QueryRegistration
@@ -205,7 +205,7 @@ def first_look(
         query = pool.submit(manifests.query_file)
         newest = pool.submit(manifests.epochs.newest)
         folded = pool.submit(manifests.folds.read)
-        views = pool.submit(FeatureViewRecords(RecordFiles(manifests.storage)).load)
+        views = pool.submit(read_feature_views, manifests.storage)
         is_apart = not is_inside(registration.state_location, registration.checkpoint_location)
         place = pool.submit(manifests.newest_place) if is_apart else None
         proof = pool.submit(prove_own)

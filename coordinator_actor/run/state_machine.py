@@ -307,12 +307,6 @@ class RunMachine:
         self.pending = self.checkpoints.trigger_checkpoint(states=states, properties={"version": version}, now=now)
         return self.pending
 
-    def give_up(self, why: str) -> None:
-        """Cancel the pending checkpoint."""
-        if self.pending is not None:
-            self.checkpoints.cancel_checkpoint(self.pending.id, why)
-            self.pending = None
-
     # -- the outcome of a write ----------------------------------------------------------------
 
     def manifest_written(self, write: WriteManifest, manifest: Manifest) -> None:
@@ -403,7 +397,9 @@ class RunMachine:
         now: float,
     ) -> WriteManifest:
         """Name the changes of a version that Spark has committed without a manifest of this run."""
-        self.give_up(f"batch {version - 1} is committed")
+        if self.pending is not None:
+            self.checkpoints.cancel_checkpoint(self.pending.id, f"batch {version - 1} is committed")
+            self.pending = None
         return WriteManifest(self._manifest(version, layouts, changes, {**self.schema_ids, **schema_ids}, None, now))
 
     def settle(self, version: int, now: float) -> WriteManifest | None:

@@ -102,7 +102,7 @@ class QueryVersions:
 
         They include those that no manifest names yet.
         """
-        segments = manifest_chain.segments(self.chain, operator, self.completed)
+        segments = manifest_chain.segments(self.chain, operator, version)
         named: list[SnapshotRef] = []
         if segments and segments[0].layout == self.layouts[operator]:
             named = manifest_chain.snapshots(self.completed_chain, segments[0], of=partition).get(partition, [])
@@ -191,16 +191,8 @@ class QueryVersions:
         """Release the version that was kept for a savepoint or for lookups."""
         self._pinned.pop(holder, None)
 
-    @property
-    def pinned(self) -> Mapping[int | str, int]:
-        """Return the versions that are kept for savepoints and lookups, by their holders."""
-        return self._pinned
-
     def plan_retention(
-        self,
-        min_versions_to_retain: int,
-        is_sound: Callable[[SnapshotRef], bool],
-        newest_at_ms: float | None = None,
+        self, min_versions_to_retain: int, is_sound: Callable[[SnapshotRef], bool], newest_at_ms: float | None = None
     ) -> None:
         """Decide which versions the next manifest keeps. ``is_sound`` returns whether a snapshot can be loaded.
 
@@ -389,11 +381,8 @@ class LookedUpVersions:
 
     def _unpin(self, by: str, batch_id: int) -> None:
         records = self._pins.get(by, {})
-        if batch_id in records:
-            left = {b: record for b, record in records.items() if b != batch_id}
-            if left:
-                self._pins[by] = left
-            else:
+        if records.pop(batch_id, None) is not None:
+            if not records:
                 del self._pins[by]
             self._keep(by)
 

@@ -82,19 +82,12 @@ def _operator_differences(operator: savepoint_format.SavepointOperator, spec: Op
     try:
         evolved(stored, declared, spec.kind)
     except IncompatibleSchemaError as error:
-        stored_rows, declared_rows = stored.families.get(DEFAULT_FAMILY), declared.families.get(DEFAULT_FAMILY)
-        lines = (
-            [] if stored_rows is None or declared_rows is None else list(_row_differences(stored_rows, declared_rows))
-        )
+        rows, here = stored.families.get(DEFAULT_FAMILY), declared.families.get(DEFAULT_FAMILY)
+        lines: list[str] = []
+        if rows is not None and here is not None:
+            lines += (f"key {line}" for line in _column_differences(rows.key, here.key))
+            lines += (f"state {line}" for line in _column_differences(rows.value, here.value))
         yield from (f"operator {spec.name!r}: {line}" for line in lines or [str(error)])
-
-
-def _row_differences(stored: StateSchema, declared: StateSchema) -> Iterator[str]:
-    for what, stored_columns, declared_columns in (
-        ("key", stored.key, declared.key),
-        ("state", stored.value, declared.value),
-    ):
-        yield from (f"{what} {line}" for line in _column_differences(stored_columns, declared_columns))
 
 
 def _column_differences(stored: pa.Schema, declared: pa.Schema) -> Iterator[str]:

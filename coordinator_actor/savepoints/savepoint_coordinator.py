@@ -63,10 +63,8 @@ class SavepointCoordinator(CheckpointCoordinator):
         )
         super().__init__(job_id, tasks, hooks, id_counter=id_counter, timeout=timeout, clock=clock)
         self._write = store
-        # A future moves from ``_futures`` to ``_storing`` when the completion claims it. Until then the user may cancel
-        # it. Each future is claimed once: by its completion, or by the failure of its savepoint.
+        # A future runs from when the completion claims it. Until then the user may cancel it.
         self._futures: dict[int, Future[str]] = {}
-        self._storing: dict[int, Future[str]] = {}
         self._paths: dict[int, str] = {}
         self._futures_lock = threading.Lock()
 
@@ -105,20 +103,19 @@ class SavepointCoordinator(CheckpointCoordinator):
     def get_number_of_pending_savepoints(self) -> int:
         """Return the number of savepoints whose futures are open."""
         with self._futures_lock:
-            return len(self._futures) + len(self._storing)
+            return len(self._futures)
 
     # ---- hooks of the base class
 
     def _store(self, completed: pending_checkpoint.CompletedCheckpoint) -> None:
         """Store the savepoint, unless its future was cancelled."""
         with self._futures_lock:
-            future = self._futures.pop(completed.id, None)
-            if future is not None and future.set_running_or_notify_cancel():
-                self._storing[completed.id] = future
-            if completed.id not in self._storing:
+            future = self._claimed(completed.id)
+            if future is None:
                 raise exceptions.SavepointFailedError(
                     f"Savepoint {completed.id} of {self.job_id} was cancelled by its requester."
                 )
+            self._futures[completed.id] = future
         path = self._write(completed)
         with self._futures_lock:
             self._paths[completed.id] = path
@@ -126,7 +123,7 @@ class SavepointCoordinator(CheckpointCoordinator):
     def _hand_over(self, completed: pending_checkpoint.CompletedCheckpoint) -> None:
         """Pass the path to the user who requested the savepoint."""
         with self._futures_lock:
-            future, path = self._storing.pop(completed.id), self._paths.pop(completed.id)
+            future, path = self._futures.pop(completed.id), self._paths.pop(completed.id)
         future.set_result(path)
 
     def _cancelled(self, pending: pending_checkpoint.PendingCheckpoint, error: Exception | None) -> None:
@@ -141,13 +138,16 @@ class SavepointCoordinator(CheckpointCoordinator):
 
     def _fail(self, checkpoint_id: int, error: Exception) -> None:
         with self._futures_lock:
-            future = self._storing.pop(checkpoint_id, None)
+            future = self._claimed(checkpoint_id)
             self._paths.pop(checkpoint_id, None)
-            if future is None:
-                future = self._futures.pop(checkpoint_id, None)
-                if future is None or not future.set_running_or_notify_cancel():
-                    return
-        future.set_exception(error)
+        if future is not None:
+            future.set_exception(error)
+
+    def _claimed(self, checkpoint_id: int) -> Future[str] | None:
+        """Take the future of a savepoint, which cannot be cancelled any more; None if it was. The lock is held."""
+        future = self._futures.pop(checkpoint_id, None)
+        is_open = future is not None and (future.running() or future.set_running_or_notify_cancel())
+        return future if is_open else None
 
     def _on_done(self, checkpoint_id: int, began: int, future: Future[str]) -> None:
         error = None if future.cancelled() else future.exception()
@@ -230,6 +230,7 @@ class RunSavepoints:
             timeout=timeout,
             clock=clock,
         )
+        run.when_completed = self.on_completed
 
     def trigger(self, request_id: str, base: str, *, stop: bool) -> None:
         """Begin a savepoint below the directory ``base``. A repeated request with the same id is a no-op.
@@ -350,16 +351,9 @@ class RunSavepoints:
         return spans.savepoint(self._run.run_id, savepoint_id)
 
     def _store(self, completed: pending_checkpoint.CompletedCheckpoint) -> str:
+        savepoint, registration = self._savepoints[completed.id], self._run.registration
         with spans.span("savepoint.metadata", self._trace(completed.id)):
-            return self._stored(completed)
-
-    def _stored(self, completed: pending_checkpoint.CompletedCheckpoint) -> str:
-        run, savepoint = self._run, self._savepoints[completed.id]
-        registration = run.registration
-        operators = tuple(_savepoint_operator(spec, completed.states) for spec in registration.operators)
-        savepoint_format.write_metadata(
-            self._storage(savepoint.location),
-            savepoint_format.SavepointMetadata(
+            metadata = savepoint_format.SavepointMetadata(
                 checkpoint_id=completed.id,
                 query_id=registration.query_id,
                 query_name=registration.name,
@@ -368,11 +362,11 @@ class RunSavepoints:
                 created_ms=int(self._clock() * 1000),
                 key_groups=registration.key_groups,
                 checkpoint_location=registration.checkpoint_location,
-                operators=operators,
+                operators=tuple(_savepoint_operator(spec, completed.states) for spec in registration.operators),
                 spark_files=tuple(completed.states[SPARKS_FILES]),
-            ),
-        )
-        log.info("Savepoint %d of run %s stored at %s", completed.id, run.run_id, savepoint.location)
+            )
+            savepoint_format.write_metadata(self._storage(savepoint.location), metadata)
+        log.info("Savepoint %d of run %s stored at %s", completed.id, registration.run_id, savepoint.location)
         return savepoint.location
 
     def _storage(self, location: str) -> CheckpointStorage:
@@ -416,6 +410,7 @@ class RunSavepoints:
     def shutdown(self, why: str) -> None:
         """Make all pending savepoints fail: the run is over."""
         log.debug("The savepoints of run %s end: %s", self._run.run_id, why)
+        self._run.when_completed = lambda: None
         self.coordinator.shutdown()
 
 

@@ -120,7 +120,6 @@ class SavepointInfo(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Return the bytes of all files."""
         return sum(file.size for file in self.metadata.files()) if self.metadata else 0
 
 

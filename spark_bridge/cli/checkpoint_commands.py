@@ -20,7 +20,7 @@ from rich.text import Text
 from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from coordinator_actor.durable.records import AuditLog, AuditRecord
+from coordinator_actor.durable.records import AuditRecord, read_audit_records
 from coordinator_actor.reading.stored_files import StoredFile, stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.reading.verification import Verification, damages_of_manifests, verify_version
@@ -462,7 +462,7 @@ def audit(
     """
     with output.errors_explained():
         place = find_state(checkpoint, state_location, sources.options_of(storage_option))
-        records = AuditLog(CheckpointStorage.open(place.state_location, place.options)).read()
+        records = read_audit_records(CheckpointStorage.open(place.state_location, place.options))
     output.show(lambda: to_plain(records), lambda: _audit_view(records), as_json=as_json)
 
 

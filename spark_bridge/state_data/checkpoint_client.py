@@ -23,8 +23,7 @@ from msgspec import structs
 from backends.encoding.operator_schema import ROLLING_KIND
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.durable.fencing import RecordFiles
-from coordinator_actor.durable.records import FeatureViewRecords, LookupRecord
+from coordinator_actor.durable.records import LookupRecord, read_feature_views
 from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
 from coordinator_actor.exceptions import listed_names
 from coordinator_actor.messages import (
@@ -235,8 +234,8 @@ class StoredReads(PartitionedReads):
 
     def feature_views(self) -> list[RunningView]:
         of = self._registration(versions := self.versions(), versions.newest_completed())
-        records = FeatureViewRecords(RecordFiles(self._open(self.place.state_location, self.place.options)))
-        return [RunningView(view, of.query_id, of.run_id, of.name) for view in records.load()]
+        views = read_feature_views(self._open(self.place.state_location, self.place.options))
+        return [RunningView(view, of.query_id, of.run_id, of.name) for view in views]
 
     def located_view(self, view: str) -> LocatedView:
         """See ``StateReads``. Raises ``UnknownOperatorError`` for a feature of another query."""

@@ -21,7 +21,7 @@ from backends.engines.engine import backend_of
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.manifest import OperatorEntry
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.durable.records import AuditLog, AuditRecord, caller
+from coordinator_actor.durable.records import AuditRecord, append_audit_record, caller
 from coordinator_actor.reading.stored_versions import StatePlace
 from coordinator_actor.savepoints.export import SparkFiles
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
@@ -417,7 +417,7 @@ class NewState:
         record = AuditRecord(
             self.what, "done", now_ms, caller(), names, self.new.version, counts, self.reference, dict(self.details)
         )
-        AuditLog(self.new.state).append(record)
+        append_audit_record(self.new.state, record)
 
 
 def new_query_id() -> str:

@@ -38,13 +38,6 @@ def test_behind_in_versions_and_in_time_is_lagging() -> None:
     assert [f.key for f in snapshots.lagging(36, 241.0)] == [*KEYS[1:], KEYS[0]]
 
 
-def test_a_trigger_that_ends_by_itself_is_judged_by_versions() -> None:
-    snapshots = lag()
-    assert snapshots.lagging(11, 1.0) == []
-    assert len(snapshots.lagging(11, 1.0, is_terminating=True)) == 4
-    assert snapshots.lagging(10, 1.0, is_terminating=True) == []
-
-
 def test_a_run_that_has_just_begun_does_not_lag() -> None:
     snapshots = lag(base_version=500, started=1000.0)
     assert snapshots.lagging(505, 1001.0) == []

@@ -315,11 +315,11 @@ def test_a_history_that_is_full_tells_which_are_gone() -> None:
 
     made = CheckpointHistory(Files(), 0.0)  # type: ignore[arg-type]
     made.write(0.0)
-    mark = made.changed_since("").mark
-    assert made.changed_since(mark).first == 1
+    mark = made.changed_since("")["history_mark"]
+    assert made.changed_since(mark)["history_first"] == 1
     made.completed(Manifest(MAX_RECORDS + 1, None, MAX_RECORDS + 1, 1, "r", 0, {}), 1.0)
     changed = made.changed_since(mark)
-    assert ([r.id for r in changed.records], changed.first) == ([MAX_RECORDS + 1], 2)
+    assert ([r["id"] for r in changed["history"]], changed["history_first"]) == ([MAX_RECORDS + 1], 2)
 
 
 def test_a_fork_takes_the_history_along(world: World) -> None:

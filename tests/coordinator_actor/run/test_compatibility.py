@@ -59,7 +59,7 @@ class Query:
         log.refresh()
         spark = SparkCommits(self.world.storage(registration.checkpoint_location, {}))
         run = QueryState(registration, log, spark, lambda: 0.0)
-        run.load(self.version)
+        run.versions.load(run.manifests.chain(), self.version)
         return run
 
     def go_on(self, *schemas: OperatorSchema | str) -> list[OperatorSchema]:

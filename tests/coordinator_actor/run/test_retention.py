@@ -43,6 +43,21 @@ def test_a_snapshot_is_named_by_the_next_manifest_once_and_shortens_the_lineage(
     assert [r.version for r in again.lineage("run2", "op", 0, 7).changelogs] == list(range(1, 8))
 
 
+def test_a_version_from_before_two_rescalings_has_the_snapshots_of_its_own_time(world: World) -> None:
+    """The query has its old number of partitions again: a reader of the old version needs no earlier changelogs."""
+    c = begin(world)
+    run_batches(world, c, 0, 1)
+    made = upload(world, c, 0)
+    run_batches(world, c, 2, 2)
+    for batch, run, n in ((3, "run2", 3), (4, "run3", 2)):
+        assert c.register_query(world.registration(run, n)).refusal is None
+        plan_spark(world, batch)
+        world.run_batch(c, batch, n, run)
+        c.batch_committed(run, batch)
+    assert c.lineage("run3", "op", 0, 3).snapshots == (made,)
+    assert c.lineage("run3", "op", 0, 5).snapshots == ()
+
+
 def test_snapshots_of_a_stopped_query_are_there_for_the_next_run(world: World) -> None:
     c = begin(world)
     run_batches(world, c, 0, 2)

@@ -32,7 +32,7 @@ def test_it_fails_with_the_reason(stream, happen):
     assert re.search(words, message), message
     assert read_stored_savepoints(str(s.world.root / "sp")) == []
     s.c.expire()
-    assert all(run.versions.pinned == {} for run in s.c.registries.runs.current()), "its version need not be kept"
+    assert all(run.versions._pinned == {} for run in s.c.registries.runs.current()), "its version need not be kept"
 
 
 @pytest.mark.parametrize("happen", [decline, spark_files_are_gone, take_too_long, storage_fails])
@@ -48,7 +48,7 @@ def test_the_stream_and_the_next_savepoint_succeed_after_one_that_failed(stream,
     s.trigger("again")
     assert s.savepoint_rows(s.finish("again")) == s.at[3]
     s.c.expire()
-    assert run_of(s.c, "run1").versions.pinned == {}
+    assert run_of(s.c, "run1").versions._pinned == {}
 
 
 def test_one_that_is_not_late_yet_is_not_given_up(stream):

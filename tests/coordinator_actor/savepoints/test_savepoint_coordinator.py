@@ -90,7 +90,7 @@ def acknowledge_all(coord: CheckpointCoordinator, checkpoint_id: int, tasks: Any
 
 def nothing_left(coord: SavepointCoordinator, world: World) -> bool:
     left = (coord.get_number_of_pending_savepoints(), coord.get_number_of_pending_checkpoints())
-    return left == (0, 0) and not coord._futures and not coord._storing and not coord._paths
+    return left == (0, 0) and not coord._futures and not coord._paths
 
 
 # ---- making
@@ -327,4 +327,4 @@ def test_whatever_happens_at_once_every_future_ends_once(store: Store, seed: int
     for i, future in enumerate(futures, 1):
         stored = f"sp/{i}" in store.held
         assert stored == (not future.cancelled() and future.exception() is None)
-    assert not coord._futures and not coord._storing and not coord._paths and coord.get_pending_checkpoints() == {}
+    assert not coord._futures and not coord._paths and coord.get_pending_checkpoints() == {}

@@ -15,7 +15,7 @@ from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.durable.records import AuditLog
+from coordinator_actor.durable.records import read_audit_records
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
@@ -74,7 +74,7 @@ def test_rows_come_as_people_have_them(given: Any, tmp_path: Path, monkeypatch: 
     report = made(given, tmp_path / "ck", reference="import 3")
     assert rows(str(tmp_path / "ck"), "totals") == sorted(GIVEN.to_pylist(), key=repr)
     assert report.rows_written == {("totals", "default"): 4} and report.batch_id is None and report.version == 0
-    record = AuditLog(CheckpointStorage.open(f"{tmp_path}/ck/statestore")).read()[0]
+    record = read_audit_records(CheckpointStorage.open(f"{tmp_path}/ck/statestore"))[0]
     assert (record.what, record.reference, record.counts["rows_written"]) == ("bootstrap_state", "import 3", 4)
     table = state_table(str(tmp_path / "ck"), "totals")
     assert set(table["partition_id"].to_pylist()) <= {0, 1, 2} and len(set(table["partition_id"].to_pylist())) > 1

@@ -28,7 +28,7 @@ from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.durable.records import AuditLog
+from coordinator_actor.durable.records import read_audit_records
 from coordinator_actor.exceptions import FencedError
 from coordinator_actor.forgetting import ForgetRequest, forget_in_storage
 from coordinator_actor.reading import stored_files as partition_reader
@@ -162,7 +162,7 @@ def test_forgotten_key_is_in_no_version_and_no_byte(clicks, backend):
     assert not [f.path for f in stored_files(there) if not f.kept_by and f.kind != "manifest"], (
         "what nothing keeps is removed"
     )
-    begun, done = AuditLog(stream.flow.world.storage(f"{stream.flow.location}/statestore", {})).read()
+    begun, done = read_audit_records(stream.flow.world.storage(f"{stream.flow.location}/statestore", {}))
     assert (begun.status, done.status, done.reference, done.counts["keys"]) == ("begun", "done", "request 12", 4)
 
     stream.again("run2", 2, backend)

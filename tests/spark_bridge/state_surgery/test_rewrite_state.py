@@ -24,7 +24,7 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.durable.records import AuditLog
+from coordinator_actor.durable.records import read_audit_records
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from coordinator_actor.reading.verification import verify_version
@@ -124,7 +124,7 @@ def test_unnamed_operators_stay_unchanged(old: str, tmp_path: Path) -> None:
         assert rows(new, operator, state) == sorted(before, key=repr), (operator, state)
     assert ("visits", "tags") not in variables(new)
     assert report.version == report.batch_id + 1 == versions_of(old).completed
-    record = AuditLog(CheckpointStorage.open(f"{new}/statestore")).read()[0]
+    record = read_audit_records(CheckpointStorage.open(f"{new}/statestore"))[0]
     assert (record.what, record.reference, record.operators) == ("rewrite_state", "request 7", ("visits",))
     assert record.details["checkpoint"] == old
     for directory in ("offsets", "commits", "sources"):
