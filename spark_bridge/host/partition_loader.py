@@ -277,7 +277,7 @@ class PartitionLoader:
     def _lease(self, run_id: str, operator: str, partition: int, version: int, use: str | None = None) -> FileLease:
         """Return the lease of a load: by default of an own partition, which ends with the first changes to it."""
         use = self._registration.info.host_id if use is None else use
-        return FileLease(self._registration, run_id, operator, partition, version, use=use, clock=self._clock)
+        return FileLease(self._registration, (run_id, operator, partition), version, use, self._clock)
 
     def _bring_to_grant(
         self,

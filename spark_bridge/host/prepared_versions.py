@@ -57,6 +57,7 @@ def _spark_directory(prepared: _Prepared) -> tuple[str, object]:
     return prepared.registration.checkpoint_location, prepared.registration.storage_options
 
 
+@dataclass(eq=False, repr=False)
 class PreparedVersions:
     """Determines whether prepared versions are completed. Thread-safe.
 
@@ -66,24 +67,18 @@ class PreparedVersions:
     lock. ``gives`` returns whether another host may own partitions of a run by now.
     """
 
-    def __init__(
-        self,
-        registration: HostRegistration,
-        cache: PartitionCache,
-        completed: CompletedVersions,
-        open_storage: OpenStorage,
-        gives: Callable[[str], bool] = lambda run_id: False,
-    ) -> None:
-        self._registration = registration
-        self._gives = gives
-        self._cache = cache
-        self._completed = completed
-        self._open_storage = open_storage
+    _registration: HostRegistration
+    _cache: PartitionCache
+    _completed: CompletedVersions
+    _open_storage: OpenStorage
+    _gives: Callable[[str], bool]
+
+    def __post_init__(self) -> None:
         self._prepared: BoundedDict[str, _Prepared] = BoundedDict(MAX_RUNS)
         self._taken_under: BoundedDict[str, int] = BoundedDict(MAX_RUNS)
         self._noting = threading.Lock()
         self._own_looks = threading.Semaphore(MAX_OWN_LOOKS)
-        cache.on_run_ended(self._forget)
+        self._cache.on_run_ended(self._forget)
 
     def accepted(self, registration: QueryRegistration, version: int, under: int | None = None) -> None:
         """Record that the coordinator has accepted changes for a version.
