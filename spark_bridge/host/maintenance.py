@@ -181,10 +181,9 @@ class Maintenance:
         self._unload_unread()
         begun = []
         due: dict[str, list[Instance]] = {}
-        used = self._memory.held()
+        used, conf = self._memory.held(), self._conf
         is_crowded = (
-            2 * used.get(WRITE_BUFFERS, 0) > self._conf.write_buffer_bytes
-            or 2 * used[COPIES] > self._memory.copies_bytes
+            2 * used.get(WRITE_BUFFERS, 0) > conf.write_buffer_bytes or 2 * used[COPIES] > self._memory.copies_bytes
         )
         with self._cache.lock:
             for key, instance in self._cache.instances.items():
@@ -198,7 +197,7 @@ class Maintenance:
                 if instance.rescaled_at is not None:
                     is_due = version > instance.rescaled_at
                 else:
-                    is_due = version - instance.snapshot_version >= self._conf.deltas_per_snapshot
+                    is_due = version - instance.snapshot_version >= conf.deltas_per_snapshot
                     changed_bytes = instance.state.changelog_bytes - instance.snapshot_bytes
                     is_due |= is_idle and version > instance.snapshot_version and changed_bytes >= IDLE_SNAPSHOT_BYTES
                 # A snapshot would wait for a load in a thread that other partitions need.
@@ -214,7 +213,7 @@ class Maintenance:
             uploads = {(key[0], upload) for key, upload in self._uploading.items() if not upload.done()}
             uploading = Counter(location for location, _ in uploads)
             for instances in due.values():
-                threads = self._conf.maintenance_threads - uploading[instances[0].registration.state_location]
+                threads = conf.maintenance_threads - uploading[instances[0].registration.state_location]
                 if threads <= 0:
                     continue  # the next maintenance looks at them
                 share = -(-len(instances) // threads)

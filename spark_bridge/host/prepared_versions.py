@@ -353,6 +353,11 @@ class VersionRequests:
         asking = self._asking.get(run_id)
         return asking is not None and asking.has_ended
 
+    def asked_at(self, run_id: str) -> float:
+        """Return when the last question for a run was asked (of ``time.monotonic``)."""
+        asking = self._asking.get(run_id)
+        return float("-inf") if asking is None else asking.at
+
     def has_asked_since(self, run_id: str, moment: float) -> bool:
         """Return whether a question for a run was asked since ``moment`` (of ``time.monotonic``), and was answered."""
         asking = self._asking.get(run_id)

@@ -400,21 +400,11 @@ class StateRouter:
         """
         if not len(keys):
             return at.version if at.isolation == "version" else self.seen.get(location.run_id), joined_values([])
+        lookups = [(location, family)]
         version, answers = read_in_chunks(
-            list(key_chunks(keys)), at, lambda chunk, at: self._lookup_chunk(location, family, chunk, at, deadline)
+            list(key_chunks(keys)), at, lambda chunk, at: self.lookup_together(lookups, chunk, at, deadline)
         )
-        return version, joined_values(answers)
-
-    def _lookup_chunk(
-        self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: protocol.At, deadline: float
-    ) -> tuple[int, pa.BinaryArray]:
-        shares = self._shares(location, keys)
-        copies = self._copies(location, at)
-        requests = [ScatteredLookup(share, location, family, self._forward, copies=copies) for share in shares]
-        version, values = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, keys))
-        if len(values) == 1:
-            return version, values[0]
-        return version, joined_values(values, [share.positions for share in shares if share.positions is not None])
+        return version, joined_values([values for (values,) in answers])
 
     def lookup_together(
         self, lookups: Sequence[tuple[OperatorLocation, str]], keys: pa.BinaryArray, at: protocol.At, deadline: float
@@ -426,7 +416,7 @@ class StateRouter:
         run_id = lookups[0][0].run_id
         shares = [self._shares(location, keys) for location, _ in lookups]
         requests = [
-            ScatteredLookup(share, location, family, self._forward)
+            ScatteredLookup(share, location, family, self._forward, copies=self._copies(location, at))
             for (location, family), of_operator in zip(lookups, shares, strict=True)
             for share in of_operator
         ]

@@ -63,8 +63,7 @@ class ServerConnection:
         self._limits = server.limits
         buffered, wait_seconds = server.admission.buffered_bytes, server.limits.wait_seconds
         self._frames = framed_socket.FramedSocket(connected, buffered, wait_seconds)
-        self._session = framed_socket.ClientSession(self._frames, server.tokens)
-        self._handler = RequestHandler(server, self._frames, self._session)
+        self._handler = RequestHandler(server, self._frames)
         self._is_welcome = False
 
     def serve(self) -> None:
@@ -108,7 +107,7 @@ class ServerConnection:
                 ) from error
             if not isinstance(hello, protocol.Hello):
                 raise AccessDeniedError("A connection begins with a Hello and a token.")
-            self._handler.limit_to(self._session.authenticate(hello.token, started).scope)
+            self._handler.authenticate(hello.token, started)
             if hello.protocol != protocol.PROTOCOL:
                 raise RequestError(
                     f"The client speaks protocol {hello.protocol}, this host {protocol.PROTOCOL}: use the same "
@@ -154,7 +153,7 @@ class ServerConnection:
             verb = VERBS.get(type(request), verb)
             of_operator = request.scan if type(request) is protocol.CountRequest else request
             operator = getattr(of_operator, "operator", None) or getattr(of_operator, "view", None) or ""
-            self._session.check_token(started)
+            self._handler.check_token(started)
             self._handler.handle(request, body)
             failed = False
         except framed_socket.ClientGoneError:
