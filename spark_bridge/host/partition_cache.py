@@ -477,43 +477,39 @@ class PartitionCache:
         """Destroy the copies that were not used for long, and the unused followers that are too many."""
         now = self._clock()
         with self.lock:
-            unused = [copy for copy in list(self._copies.values()) if not copy.pins]
-            followers = sorted((c for c in unused if c.key.kind is Kind.FOLLOWER), key=lambda copy: copy.last_used)
-            surplus = followers[: max(0, len(followers) - MAX_IDLE_FOLLOWERS)]
-            evicted = self._take_out(
-                copy
-                for copy in unused
-                if copy in surplus or copy.key.kind is Kind.SAVEPOINT or now - copy.last_used >= COPY_IDLE_SECONDS
-            )
-        for copy in evicted:
-            self._destroy(copy)
+            followers = [c for c in list(self._copies.values()) if c.key.kind is Kind.FOLLOWER and not c.pins]
+        followers.sort(key=lambda copy: copy.last_used)
+        surplus = followers[: max(0, len(followers) - MAX_IDLE_FOLLOWERS)]
+
+        def is_over(copy: Copy) -> bool:
+            is_savepoint = copy.key.kind is Kind.SAVEPOINT
+            return not copy.pins and (is_savepoint or copy in surplus or now - copy.last_used >= COPY_IDLE_SECONDS)
+
+        self._drop(is_over)
 
     def drop_unused_copies(self) -> int:
         """Destroy all copies that no reader has pinned, to make room; return their number."""
+        return self._drop(lambda copy: not copy.pins)
+
+    def drop_copies(self, run_id: str | None) -> None:
+        """Destroy the copies of a run (None: of all), those in use with their last pin. Their loads end."""
+        self._drop(lambda copy: run_id in (None, copy.key.run_id))
+
+    def _drop(self, is_meant: Callable[[Copy], bool]) -> int:
+        """Take the selected copies out of the cache, and destroy those without a pin; return the number of these."""
         with self.lock:
-            unused = self._take_out([copy for copy in list(self._copies.values()) if not copy.pins])
+            dropped = self._take_out([copy for copy in list(self._copies.values()) if is_meant(copy)])
+            unused = [copy for copy in dropped if not copy.pins]
         for copy in unused:
             self._destroy(copy)
         return len(unused)
 
-    def drop_copies(self, run_id: str | None) -> None:
-        """Destroy the copies of a run (None: of all), those in use with their last pin. Their loads end."""
-        with self.lock:
-            unused = [
-                copy
-                for copy in self._take_out(c for c in list(self._copies.values()) if run_id in (None, c.key.run_id))
-                if not copy.pins
-            ]
-        for copy in unused:
-            self._destroy(copy)
-
-    def _take_out(self, copies: Iterator[Copy] | Sequence[Copy]) -> list[Copy]:
-        removed = list(copies)
-        for copy in removed:
+    def _take_out(self, copies: list[Copy]) -> list[Copy]:
+        for copy in copies:
             copy.is_dropped = True
         for key in [key for key, copy in list(self._copies.items()) if copy.is_dropped]:
             self._copies.pop(key, None)
-        return removed
+        return copies
 
     @staticmethod
     def _destroy(copy: Copy) -> None:

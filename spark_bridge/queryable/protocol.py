@@ -403,6 +403,10 @@ class StateAnswer:
     schema: pa.Schema
     batches: Iterator[pa.RecordBatch]
 
+    def read(self) -> pa.RecordBatch | None:
+        """Return the next rows; None at the end."""
+        return next(self.batches, None)
+
     def close(self) -> None:
         """End the answer early and release what it holds; nothing happens if it has ended."""
         close = getattr(self.batches, "close", None)
