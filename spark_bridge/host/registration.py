@@ -6,8 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -170,30 +170,25 @@ class HostRegistration:
 
         Raises ``ReplacedHostError`` if another incarnation has taken the place of this one.
         """
-        number = self._begin_report(None)
-        self.is_informed = False
-        sent = self._clock()
-        try:
-            with spans.alone("host.register", restart=self.info.restart):
-                self.coordinator.register_host(self.info, self._cache.report())
+        with self._reporting(None):
+            self.is_informed = False
+            sent = self._clock()
+            try:
+                with spans.alone("host.register", restart=self.info.restart):
+                    self.coordinator.register_host(self.info, self._cache.report())
+            except exceptions.ReplacedHostError as error:
+                self.replaced = str(error)
+                raise
             self._leased_until = sent + self._lease_seconds
-        except exceptions.ReplacedHostError as error:
-            self.replaced = str(error)
-            raise
-        finally:
-            self._end_report(number)
 
     def _report_runs(self, run_ids: Collection[str]) -> None:
-        number = self._begin_report(run_ids)
-        try:
-            with spans.alone("host.report_runs", runs=len(run_ids)):
-                report = self._cache.report(run_ids)
-                self.coordinator.report_runs(self.info.host_id, self.info.incarnation, report)
-        finally:
-            self._end_report(number)
+        with self._reporting(run_ids), spans.alone("host.report_runs", runs=len(run_ids)):
+            report = self._cache.report(run_ids)
+            self.coordinator.report_runs(self.info.host_id, self.info.incarnation, report)
 
-    def _begin_report(self, run_ids: Collection[str] | None) -> int:
-        """Number a report of these runs, or of all if None, and return the number."""
+    @contextmanager
+    def _reporting(self, run_ids: Collection[str] | None) -> Iterator[None]:
+        """Number the report within the block, of these runs or of all if None. Its time becomes that of its end."""
         with self._lock:
             number = 1 + max((self._registered.number, *(report.number for report in self._reported.values())))
             report = _Report(number, self._clock())
@@ -202,15 +197,14 @@ class HostRegistration:
             else:
                 held = {run_id: last for run_id, last in self._reported.items() if run_id in self._cache.registrations}
                 self._reported = {**held, **dict.fromkeys(run_ids, report)}
-            return number
-
-    def _end_report(self, number: int) -> None:
-        """Set the time of a report to that of its end."""
-        with self._lock:
-            ended = _Report(number, self._clock())
-            if self._registered.number == number:
-                self._registered = ended
-            self._reported = {r: ended if last.number == number else last for r, last in self._reported.items()}
+        try:
+            yield
+        finally:
+            with self._lock:
+                ended = _Report(number, self._clock())
+                if self._registered.number == number:
+                    self._registered = ended
+                self._reported = {r: ended if last.number == number else last for r, last in self._reported.items()}
 
     def number_of(self, run_id: str) -> int:
         """Return the number of the last report of a run; a later report has a higher one, and 1 is the host's first."""

@@ -203,10 +203,14 @@ def is_stable(schema: str, state: str | None) -> bool:
 
 def variables_of(schema: str, state: str | None) -> list[StateVariable]:
     """Return the variables among which a host chooses (``OperatorPlan.variable``); none if the schema is not known."""
-    variables = list(OperatorSchema.from_json(schema).in_use) if schema else []
+    return chosen_variables(OperatorSchema.from_json(schema).in_use, state) if schema else []
+
+
+def chosen_variables(variables: Sequence[StateVariable], state: str | None) -> list[StateVariable]:
+    """Return the variables of a name. None means the operator's own rows, else all apart from timers, else all."""
     if state is None:
         own = [v for v in variables if v.name == DEFAULT_FAMILY]
-        return own or [v for v in variables if v.kind != TIMERS] or variables
+        return own or [v for v in variables if v.kind != TIMERS] or list(variables)
     return [v for v in variables if v.name == state]
 
 

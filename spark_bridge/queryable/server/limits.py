@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import TooManyRequestsError
@@ -112,7 +112,7 @@ class AdmissionLimiter:
                 return
             if amount > self.amount or len(self._waiting) >= MAX_QUEUE:
                 raise self._refusal(wait_seconds=0.0, amount=amount)
-            waiter = _Waiter(amount)
+            waiter = _Waiter(amount, threading.Event())
             self._waiting.append(waiter)
         if waiter.admitted.wait(wait_seconds):
             return
@@ -156,12 +156,9 @@ class AdmissionLimiter:
         )
 
 
-class _Waiter:
-    __slots__ = ("admitted", "amount")
-
-    def __init__(self, amount: int) -> None:
-        self.amount = amount
-        self.admitted = threading.Event()
+class _Waiter(NamedTuple):
+    amount: int
+    admitted: threading.Event
 
 
 class ComputeSlot:

@@ -12,7 +12,7 @@ import ssl
 import threading
 import time
 from time import time_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from backends.background_loop import failing_loops
 from spark_bridge.exceptions import (
@@ -40,19 +40,9 @@ HELLO_SECONDS = 5.0
 MAX_HELLO_BYTES = 4096
 UNREADABLE = "unreadable"
 
-VERBS: dict[type[Any], str] = {
-    protocol.LocateOperatorRequest: "locate",
-    protocol.LookupRequest: "lookup",
-    protocol.KeyRowsRequest: "rows",
-    protocol.ScanRequest: "scan",
-    protocol.CountRequest: "count",
-    protocol.ChangesRequest: "changes",
-    protocol.AwaitRequest: "await",
-    protocol.OperatorsRequest: "operators",
-    protocol.DescribeRequest: "describe",
-    protocol.ViewsRequest: "views",
-    protocol.FeaturesRequest: "features",
-}
+_KINDS: tuple[type[Any], ...] = get_args(protocol.Request)
+VERBS: dict[type[Any], str] = {kind: str(kind.__struct_config__.tag) for kind in _KINDS if kind is not protocol.Hello}
+"""The names of requests in statistics and metrics: their tags on the wire."""
 
 
 class ServerConnection:
