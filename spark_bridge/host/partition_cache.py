@@ -157,10 +157,18 @@ class PartitionCache:
         return self._by_run.get((run_id, operator, partition))
 
     def copy(self, run_id: str, operator: str, partition: int) -> Instance | None:
-        """Return a whole copy of another host's partition, which may follow while it is read; None without one."""
+        """Return the copy of a partition of another host that ``whole_copy`` does, for readers of a run."""
         registration = self.registrations.get(run_id)
-        kept = None if registration is None else self._kept.get(key_of(registration, operator, partition))
-        return kept if kept is not None and kept.registration.run_id == run_id and kept.is_whole_copy else None
+        return None if registration is None else self.whole_copy(registration, operator, partition)
+
+    def whole_copy(self, registration: QueryRegistration, operator: str, partition: int) -> Instance | None:
+        """Return the copy of a partition that a load has left whole for a run; None without one.
+
+        It may follow, or be used otherwise, unless the partition's loading lock is held.
+        """
+        kept = self._kept.get(key_of(registration, operator, partition))
+        is_of_run = kept is not None and kept.registration.run_id == registration.run_id
+        return kept if kept is not None and is_of_run and kept.is_whole_copy else None
 
     def all(self) -> list[Instance]:
         with self.lock:

@@ -167,26 +167,18 @@ class PartitionLoader:
         """Return whether a partition serves, or there is a copy of its version. Such a copy is kept for longer."""
         key, run_id = key_of(grant.registration, operator, partition), grant.registration.run_id
         with self._cache.lock:
-            instance, kept = self._cache.instances.get(key), self._cache.kept(key)
+            instance = self._cache.instances.get(key)
             if instance is not None and instance.registration.run_id == run_id:
                 return True
-            if kept is None or kept.registration.run_id != run_id:
+            copy = self._cache.whole_copy(grant.registration, operator, partition)
+            if copy is None:
                 return False
-            state = kept.state
+            version, head = copy.state.version, copy.state.head
             # Files of a version may have been exchanged: then its head is another one.
-            is_warm = kept.is_whole_copy and (
-                state.version > grant.version or (state.version, state.head) == (grant.version, grant.head)
-            )
+            is_warm = version > grant.version or (version, head) == (grant.version, grant.head)
             if is_warm:
-                self._cache.keep(kept)
+                self._cache.keep(copy)
             return is_warm
-
-    def warm_version(self, registration: QueryRegistration, operator: str, partition: int) -> int | None:
-        """Return the version of the copy of a partition that a load has left here whole; None if there is none."""
-        kept = self._cache.kept(key_of(registration, operator, partition))
-        if kept is None or kept.registration.run_id != registration.run_id or not kept.is_whole_copy:
-            return None
-        return kept.state.version
 
     def follow(self, order: WarmUp, is_wanted: Callable[[str, int], bool]) -> list[tuple[str, int]]:
         """Apply to whole copies the changelogs that an order names, version after version.
@@ -201,7 +193,8 @@ class PartitionLoader:
         steps: dict[tuple[int, str], dict[tuple[str, int], ChangelogRef]] = {}
         for operator, partitions in order.changelogs.items():
             for partition, refs in partitions.items():
-                version = self.warm_version(order.registration, operator, partition)
+                copy = self._cache.whole_copy(order.registration, operator, partition)
+                version = None if copy is None else copy.state.version
                 if version is None or refs[0].version > version + 1:
                     unable.append((operator, partition))
                     continue
@@ -237,15 +230,15 @@ class PartitionLoader:
             if not is_locked:
                 return False
             try:
-                kept = self._cache.kept(key)
-                if kept is None or kept.registration.run_id != registration.run_id or not kept.is_whole_copy:
+                copy = self._cache.whole_copy(registration, *task)
+                if copy is None:
                     return False
-                with kept.commit_lock:
-                    base = kept.state.head
-                    changes = kept.state.follow(ref, data)
-                    if kept.key_windows is not None:
-                        kept.key_windows.follow_changes(base, ref.file.path, changes)
-                self._cache.keep(kept)
+                with copy.commit_lock:
+                    base = copy.state.head
+                    changes = copy.state.follow(ref, data)
+                    if copy.key_windows is not None:
+                        copy.key_windows.follow_changes(base, ref.file.path, changes)
+                self._cache.keep(copy)
                 self._counters.count("followed")
                 return True
             except LocalDiskFullError:

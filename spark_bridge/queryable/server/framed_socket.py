@@ -43,7 +43,7 @@ class IdleClientError(ClientGoneError):
 
 
 class FramedSocket:
-    """Frames over a connected socket, for one thread; other threads may only call ``wake``.
+    """Frames over a connected socket, for one thread; others may only shut the socket down.
 
     ``buffered`` limits the bytes of all large frames in this process; a frame waits ``wait_seconds`` for its share.
     """
@@ -221,12 +221,6 @@ class FramedSocket:
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             while max_bytes > 0:
                 max_bytes -= self._receive_by(self._buffer, deadline)
-
-    def wake(self) -> None:
-        """End every wait of the connection's thread; from any thread."""
-        with contextlib.suppress(OSError):
-            # Not the method of SSLSocket, which would remove the encryption while the thread uses it.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         if self._reserved:

@@ -72,10 +72,6 @@ class ServerConnection:
         except framed_socket.ClientGoneError:
             log.debug("A client that was refused left first")
 
-    def wake(self) -> None:
-        """End every wait of the connection; from any thread."""
-        self._frames.wake()
-
     def close(self) -> None:
         self._frames.close()
         if self._is_welcome:
@@ -213,7 +209,7 @@ class KvStateServer:
         self._host_id = host_id
         self._ip = ip
         self._lock = threading.Lock()
-        self._connections: dict[threading.Thread, ServerConnection | socket.socket] = {}
+        self._connections: dict[threading.Thread, socket.socket] = {}
         self._acceptor: threading.Thread | None = None
         self._running: ServerContext | None = None
         self._listener: socket.socket | None = self._bind(port)
@@ -260,12 +256,11 @@ class KvStateServer:
             listener.close()
         with self._lock:
             threads = list(self._connections)
-            for connection in self._connections.values():
-                if isinstance(connection, ServerConnection):
-                    connection.wake()
-                else:
-                    with contextlib.suppress(OSError):
-                        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+            for connected in self._connections.values():
+                # This ends every wait of its thread. The method of SSLSocket would also remove the encryption, while
+                # the thread uses it.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
         for thread in threads:
             thread.join(seconds_left(deadline))
         left = [t.name for t in threads if t.is_alive()]
@@ -340,8 +335,6 @@ class KvStateServer:
                     return  # the shutdown has woken the plain socket, not this one
                 connected.do_handshake()
             connection = ServerConnection(running, connected)
-            with self._lock:
-                self._connections[this] = connection
             if running.stopping.is_set():
                 return
             if is_welcome:
