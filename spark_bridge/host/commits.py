@@ -148,11 +148,6 @@ class GroupCommit:
         self.refs: list[FileRef] | None = None
         self.error: BaseException | None = None
 
-    def join_group(self, member: GroupMember) -> int:
-        self.members.append(member)
-        self.nbytes += len(member.data)
-        return len(self.members) - 1
-
     @property
     def is_over(self) -> bool:
         return self.refs is not None or self.error is not None
@@ -295,7 +290,9 @@ class GroupCommits:
             number = -1
         else:
             group = batch.group = group or GroupCommit()
-            number = group.join_group(member)
+            number = len(group.members)
+            group.members.append(member)
+            group.nbytes += len(member.data)
         if group is not None:
             if is_object_storage:
                 is_awaited = batch.num_awaited > 0 or batch.at_work.expects_more()

@@ -27,7 +27,7 @@ from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.savepoint_coordinator import savepoint_families
 from spark_bridge.host.instances import spec_of
 from spark_bridge.host.partition_cache import PartitionCache
-from spark_bridge.host.partition_loader import PartitionLoader
+from spark_bridge.host.partition_loader import PartitionLoader, StoredPartition
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,8 @@ def scans_read_back(
     Raises ``LoadEndedError`` once ``is_given_up`` returns true.
     """
     spec = spec_of(order.registration, operator)
-    with loader.pinned_for_export(order.registration, spec, partition, order.version, is_given_up) as copy:
+    stored = StoredPartition(order.registration, spec, partition, order.version)
+    with loader.pinned_for_export(stored, is_given_up) as copy:
         yield _scans(copy, savepoint_families(spec.schema))
 
 

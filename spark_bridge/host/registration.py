@@ -447,12 +447,9 @@ class Grants:
             waiting = tuple(sorted({*of_run.waiting, (task.operator, task.partition)}))
         request = messages.OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, assignment, waiting)
         grant = self._registration.call(task.run_id, lambda: self._registration.coordinator.open_batch(request))
-        if grant.hosts or granted is None:
-            granted = _Granted(grant, now, grant.hosts, grant.owners)
-        else:
-            # The assignment is the one that is known: the coordinator does not repeat it.
-            granted = _Granted(grant, now, granted.hosts, granted.owners)
-        of_run.granted = granted
+        # The coordinator does not repeat an assignment that is known.
+        assigned = grant if grant.hosts or granted is None else granted
+        of_run.granted = granted = _Granted(grant, now, assigned.hosts, assigned.owners)
         completed = messages.Completed(task.run_id, grant.version, grant.heads, created_ms=grant.created_ms)
         self._completed.note(completed)
         return granted

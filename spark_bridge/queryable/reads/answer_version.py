@@ -22,7 +22,8 @@ from coordinator_actor.exceptions import CoordinatorError, QueryEndedError
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
 from spark_bridge.host.host import Host
 from spark_bridge.host.instances import Instance, RunKey
-from spark_bridge.host.partition_loader import version_key
+from spark_bridge.host.partition_cache import Kind
+from spark_bridge.host.partition_loader import StoredPartition
 from spark_bridge.host.registration import CompletedVersion
 from spark_bridge.queryable.protocol import At, before_slow_work
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
@@ -274,11 +275,10 @@ class VersionedReader:
                 if at.held_only:
                     raise StateVersionError(str(error)) from error
                 break
-        if not self._host.cache.has_version(version_key(plan.registration, plan.spec, partition, at.version)):
+        stored = StoredPartition(plan.registration, plan.spec, partition, at.version)
+        if not self._host.cache.has_version(stored.key(Kind.VERSION)):
             before_slow_work()
-        copy = keep.enter_context(
-            self._host.loader.pinned_version(plan.registration, plan.spec, partition, at.version, self.wait_seconds)
-        )
+        copy = keep.enter_context(self._host.loader.pinned_version(stored, self.wait_seconds))
         return read(PartitionView(partition, copy.reads, at.version, None))
 
     # -- loading -------------------------------------------------------------------------------

@@ -249,7 +249,11 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                 self._streams.remove(stream)
                 continue
             if not batch.num_rows:
-                self._check_cancelled()
+                try:
+                    protocol.raise_if_cancelled()  # by the client of the proxy that reads
+                except BaseException:
+                    self.close()
+                    raise
                 continue
             stream.num_rows += batch.num_rows
             if self._left is not None:
@@ -258,14 +262,6 @@ class RoutedScan(Iterator[pa.RecordBatch]):
             return batch
         self.close()
         raise StopIteration
-
-    def _check_cancelled(self) -> None:
-        """Raise if this is a proxy's scan, and the proxy's client no longer wants the rows."""
-        try:
-            protocol.raise_if_cancelled()
-        except BaseException:
-            self.close()
-            raise
 
     def _next_stream(self) -> _Stream:
         """Return a stream that has something to read; the streams take turns."""

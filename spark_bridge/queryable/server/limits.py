@@ -263,15 +263,8 @@ class LatencyHistogram:
         """Return the seconds that the shares ``QUANTILES`` of requests did not exceed; 0.0 without requests."""
         if not self.total:
             return [0.0] * len(QUANTILES)
-        seconds: list[float] = []
-        seen = 0
-        for bucket, count in enumerate(self.counts):
-            seen += count
-            while len(seconds) < len(QUANTILES) and seen >= QUANTILES[len(seconds)] * self.total:
-                seconds.append(middle_of(bucket))
-            if len(seconds) == len(QUANTILES):
-                break
-        return seconds
+        seen = list(accumulate(self.counts))
+        return [middle_of(bisect_left(seen, share * self.total)) for share in QUANTILES]
 
 
 def bucket_of(seconds: float) -> int:

@@ -217,14 +217,11 @@ class LocationCache:
                     raise
                 log.info("Query %s is served from cached locations: %s", job_id, error)
                 oracle = None
-            if oracle is None:
-                # The coordinator does not know the query (yet), because the coordinator was replaced.
-                if cached is not None:
-                    cached.at = cached.fetched = self._clock()
-            elif cached is not None and cached.oracle == oracle:
-                cached.at = cached.fetched = self._clock()  # locations that were made of it stay
-            else:
-                now = self._clock()
+            now = self._clock()
+            # None: the coordinator does not know the query (yet), because the coordinator was replaced.
+            if cached is not None and oracle in (None, cached.oracle):
+                cached.at = cached.fetched = now  # locations that were made of it stay
+            elif oracle is not None:
                 self._put(_CachedOracle(oracle, now, now))
 
     def _made(self, oracle: KvStateLocationOracle, operator: str, with_schema: bool) -> OperatorLocation:
