@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from backends.exceptions import StateStoreError
 from backends.host_memory import BoundedDict
@@ -212,11 +213,9 @@ class PreparedVersions:
             if self._completed.has(of.run_id, version - 1) or not commits.has(version - 2):
                 return
             version -= 1
-        coordinator, host_id = self._registration.coordinator, self._registration.info.host_id
-        completed = self._registration.call_about(
-            of.run_id, lambda: coordinator.see_commit(of.run_id, version - 1, host_id)
-        )
-        self._completed.note(completed)
+        host_id = self._registration.info.host_id
+        ask = partial(self._registration.coordinator.see_commit, of.run_id, version - 1, host_id)
+        self._completed.note(self._registration.call(of.run_id, ask, for_reader=True))
 
     def _is_being_prepared(self, run_id: str, version: int) -> bool:
         """Return whether a task of the version's batch has opened a partition here, and its changes are still to come.
@@ -342,9 +341,8 @@ class VersionRequests:
     def _ask(self, run_id: str, asking: _Asking) -> None:
         registration = self._registration
         asking.at, asking.refusal = time.monotonic(), None
-        answer = registration.call_about(
-            run_id, lambda: registration.coordinator.completed(run_id, registration.info.host_id)
-        )
+        ask = partial(registration.coordinator.completed, run_id, registration.info.host_id)
+        answer = registration.call(run_id, ask, for_reader=True)
         self._completed.note(answer)
         asking.has_ended, asking.answered = answer.ended, asking.at
 

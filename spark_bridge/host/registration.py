@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from backends import spans
@@ -271,24 +272,17 @@ class HostRegistration:
         except Exception:  # the next heartbeat tries again
             log.warning("Host %s could not be registered", self.info.host_id, exc_info=True)
 
-    def call(self, run_id: str, call: Callable[[], T]) -> T:
-        """Call the coordinator about a run; if it does not know this host or the run, report that, and call again."""
-        try:
-            return call()
-        except _UNKNOWN as error:
-            self._report_unknown(run_id, error)
-            return call()
+    def call(self, run_id: str, call: Callable[[], T], *, for_reader: bool = False) -> T:
+        """Call the coordinator about a run; if it does not know this host or the run, report that, and call again.
 
-    def call_about(self, run_id: str, call: Callable[[], T]) -> T:
-        """Call the coordinator about a run, for a reader. Report the run again only if this host holds it.
-
-        The host reports again at most once in ``REGISTER_SECONDS``: a coordinator that has just started may not know an
-        owner yet, however often the run is reported. Raises the coordinator's error then, so that the reader retries.
+        For a reader, report only a run that this host holds, and at most once in ``REGISTER_SECONDS``: a coordinator
+        that has just started may not know an owner yet, however often the run is reported. Raises the coordinator's
+        error then, so that the reader retries.
         """
         try:
             return call()
         except _UNKNOWN as error:
-            if run_id not in self._cache.registrations or not self._is_register_due():
+            if for_reader and (run_id not in self._cache.registrations or not self._is_register_due()):
                 raise
             self._report_unknown(run_id, error)
         return call()
@@ -456,9 +450,9 @@ class Grants:
 
     def for_read(self, run_id: str, operator: str, partition: int) -> messages.OpenGrant:
         """Ask the coordinator for the owner of a partition, and for its last completed version."""
-        return self._registration.call_about(
-            run_id, lambda: self._registration.coordinator.open_for_read(run_id, operator, partition)
-        )
+        coordinator = self._registration.coordinator
+        ask = partial(coordinator.open_for_read, run_id, operator, partition)
+        return self._registration.call(run_id, ask, for_reader=True)
 
     def forget(self, run_id: str) -> None:
         with self._lock:

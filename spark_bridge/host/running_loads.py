@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from backends import spans
@@ -288,10 +289,8 @@ class FileLease:
 
     def lineage(self) -> Lineage:
         """Begin the lease; return the files. Raises the errors of the coordinator."""
-        coordinator = self._registration.coordinator
-        lineage = self._registration.call_about(
-            self.run_id, lambda: coordinator.lineage(*self.partition, self._version, self._use)
-        )
+        ask = partial(self._registration.coordinator.lineage, *self.partition, self._version, self._use)
+        lineage = self._registration.call(self.run_id, ask, for_reader=True)
         self._renewed = self._clock()
         return lineage
 
