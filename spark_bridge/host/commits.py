@@ -285,10 +285,9 @@ class GroupCommits:
         if batch is None or batch.version != meta.version:
             return None, None, 0  # late: no other task commits that version
         batch.came((meta.operator, meta.partition))
-        group = batch.group
-        if not self._linger or len(member.data) >= LARGE_BYTES:
-            number = -1
-        else:
+        group, number = batch.group, 0
+        is_alone = not self._linger or len(member.data) >= LARGE_BYTES
+        if not is_alone:
             group = batch.group = group or GroupCommit()
             number = len(group.members)
             group.members.append(member)
@@ -301,7 +300,7 @@ class GroupCommits:
                 is_awaited = num_awaited > 0 and len(group.members) + num_awaited >= LOCAL_MEMBERS
             if not is_awaited or group.nbytes >= COMMIT_GROUP_BYTES:
                 self._close(group, meta)
-        return (batch, None, 0) if number < 0 else (batch, group, number)
+        return batch, None if is_alone else group, number
 
     def _close(self, group: GroupCommit, meta: ChangelogMeta) -> None:
         """Close a group to further members."""

@@ -289,6 +289,9 @@ class _Asking:
             raise type(refusal)(*refusal.args)  # a new error for every thread
 
 
+_NEVER_ASKED = _Asking()
+
+
 class VersionRequests:
     """Asks the coordinator for completed versions. Thread-safe.
 
@@ -348,18 +351,15 @@ class VersionRequests:
 
     def has_ended(self, run_id: str) -> bool:
         """Return whether the coordinator has answered the last question for a run that its query has ended."""
-        asking = self._asking.get(run_id)
-        return asking is not None and asking.has_ended
+        return self._asking.get(run_id, _NEVER_ASKED).has_ended
 
     def asked_at(self, run_id: str) -> float:
         """Return when the last question for a run was asked (of ``time.monotonic``)."""
-        asking = self._asking.get(run_id)
-        return float("-inf") if asking is None else asking.at
+        return self._asking.get(run_id, _NEVER_ASKED).at
 
     def has_asked_since(self, run_id: str, moment: float) -> bool:
         """Return whether a question for a run was asked since ``moment`` (of ``time.monotonic``), and was answered."""
-        asking = self._asking.get(run_id)
-        return asking is not None and asking.answered >= moment
+        return self._asking.get(run_id, _NEVER_ASKED).answered >= moment
 
     def forget_idle_runs(self) -> None:
         """Forget the versions of runs that this host has no part of, after ``IDLE_RUN_SECONDS`` without a reader.
@@ -368,8 +368,7 @@ class VersionRequests:
         """
         until = time.monotonic() - IDLE_RUN_SECONDS
         for run_id in self._completed.runs():
-            asking = self._asking.get(run_id)
-            if run_id not in self._cache.registrations and (asking is None or asking.at <= until):
+            if run_id not in self._cache.registrations and self.asked_at(run_id) <= until:
                 self._completed.forget(run_id)
 
     def forget(self, run_id: str) -> None:
