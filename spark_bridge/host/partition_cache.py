@@ -438,13 +438,6 @@ class PartitionCache:
         self, key: CopyKey, open_copy: Callable[[], PartitionState], at_most: int = -1
     ) -> Iterator[PartitionState]:
         """Pin a copy at version ``at_most`` or before, for one reader; ``open_copy`` makes one if there is none."""
-        copy = self._pin_exclusive(key, open_copy, at_most)
-        try:
-            yield copy.loaded.result()
-        finally:
-            self.unpin(copy)
-
-    def _pin_exclusive(self, key: CopyKey, open_copy: Callable[[], PartitionState], at_most: int) -> Copy:
         self.evict_copies()
         with self.lock:
             fitting = [
@@ -452,16 +445,19 @@ class PartitionCache:
                 for c in list(self._copies.values())
                 if c.key == key and not c.pins and c.state is not None and c.state.version <= at_most
             ]
-            if fitting:
-                _, copy = max(fitting, key=lambda entry: entry[0])
+            _, copy = max(fitting, key=lambda entry: entry[0], default=(0, None))
+            if copy is not None:
                 copy.pins += 1
-                return copy
-        copy = Copy(key, self._clock())
-        copy.loaded = Future()
-        copy.loaded.set_result(open_copy())
-        with self.lock:
-            self._copies[key, next(self._number)] = copy
-        return copy
+        if copy is None:
+            copy = Copy(key, self._clock())
+            copy.loaded = Future()
+            copy.loaded.set_result(open_copy())
+            with self.lock:
+                self._copies[key, next(self._number)] = copy
+        try:
+            yield copy.loaded.result()
+        finally:
+            self.unpin(copy)
 
     def _end_load(self, copy: Copy, _: Future[PartitionState]) -> None:
         """Release the pin of a load. If it has failed, the next reader loads the copy again."""
