@@ -19,13 +19,7 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import Records, binary_content, even_array, even_rows
 from backends.encoding.keys import KEY_GROUP_BYTES
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
-from coordinator_actor.exceptions import (
-    QueryBusyError,
-    RetiredRunError,
-    StaleOwnerError,
-    UnknownHostError,
-    UnknownRunError,
-)
+from coordinator_actor import exceptions as coordinator_errors
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
@@ -490,14 +484,14 @@ MOVED = (
     exceptions.HostUnavailableError,
     exceptions.NotOwnerError,
     OSError,
-    RetiredRunError,
-    StaleOwnerError,
-    UnknownHostError,
+    coordinator_errors.RetiredRunError,
+    coordinator_errors.StaleOwnerError,
+    coordinator_errors.UnknownHostError,
     exceptions.UnknownKvStateKeyGroupLocationError,
-    UnknownRunError,
+    coordinator_errors.UnknownRunError,
 )
 """Errors after which a new look-up may help: a host has moved or died, query or coordinator were restarted."""
-BUSY = (QueryBusyError, exceptions.TooManyRequestsError)
+BUSY = (coordinator_errors.QueryBusyError, exceptions.TooManyRequestsError)
 """Errors that pass with time: no partition has moved, and the host accepts no more requests for the moment."""
 PERMANENT = (exceptions.AccessDeniedError, exceptions.QueryTimeoutError, exceptions.WrongOperatorError)
 """Errors that no attempt helps, though their base classes may pass."""
