@@ -318,7 +318,7 @@ class VersionedReader:
                 if not instance.state.wait_loaded(self.wait_seconds):
                     raise self._host.loads.unavailable(what)
 
-    # -- waiting for the completion of a version, also in a host that gets no messages about the run ---------------
+    # -- waiting for the completion of a version -----------------------------------------------
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
         """See ``StateReads``. Raises ``RetiredRunError`` if the run ends during the wait."""

@@ -242,7 +242,7 @@ class RequestHandler:
         self._token = ""
         self._checked_at = 0.0
 
-    # -- the client: whether its token still allows requests, and whether the client is still there ----------------
+    # -- whether the client's token still allows requests, and whether the client is still there --
 
     def authenticate(self, token: str, now: float) -> None:
         """Answer from the part of the state that the client's token is for, from now on.
