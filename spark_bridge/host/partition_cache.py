@@ -157,7 +157,7 @@ class PartitionCache:
         return self._by_run.get((run_id, operator, partition))
 
     def copy(self, run_id: str, operator: str, partition: int) -> Instance | None:
-        """Return the copy of a partition of another host that ``whole_copy`` does, for readers of a run."""
+        """Return ``whole_copy`` of a run by its id, for readers: a copy of another host's partition."""
         registration = self.registrations.get(run_id)
         return None if registration is None else self.whole_copy(registration, operator, partition)
 
