@@ -480,29 +480,31 @@ class PartitionCache:
     def evict_copies(self) -> None:
         """Destroy the copies that were not used for long, and the unused followers that are too many."""
         now = self._clock()
-        with self.lock:
-            followers = [c for c in list(self._copies.values()) if c.key.kind is Kind.FOLLOWER and not c.pins]
-        followers.sort(key=lambda copy: copy.last_used)
-        surplus = followers[: max(0, len(followers) - MAX_IDLE_FOLLOWERS)]
 
-        def is_over(copy: Copy) -> bool:
-            is_savepoint = copy.key.kind is Kind.SAVEPOINT
-            return not copy.pins and (is_savepoint or copy in surplus or now - copy.last_used >= COPY_IDLE_SECONDS)
+        def evicted(copies: list[Copy]) -> list[Copy]:
+            unused = [copy for copy in copies if not copy.pins]
+            followers = sorted((c for c in unused if c.key.kind is Kind.FOLLOWER), key=lambda copy: copy.last_used)
+            surplus = followers[: max(0, len(followers) - MAX_IDLE_FOLLOWERS)]
+            return [
+                copy
+                for copy in unused
+                if copy in surplus or copy.key.kind is Kind.SAVEPOINT or now - copy.last_used >= COPY_IDLE_SECONDS
+            ]
 
-        self._drop(is_over)
+        self._drop(evicted)
 
     def drop_unused_copies(self) -> int:
         """Destroy all copies that no reader has pinned, to make room; return their number."""
-        return self._drop(lambda copy: not copy.pins)
+        return self._drop(lambda copies: [copy for copy in copies if not copy.pins])
 
     def drop_copies(self, run_id: str | None) -> None:
         """Destroy the copies of a run (None: of all), those in use with their last pin. Their loads end."""
-        self._drop(lambda copy: run_id in (None, copy.key.run_id))
+        self._drop(lambda copies: [copy for copy in copies if run_id in (None, copy.key.run_id)])
 
-    def _drop(self, is_meant: Callable[[Copy], bool]) -> int:
+    def _drop(self, selected: Callable[[list[Copy]], list[Copy]]) -> int:
         """Take the selected copies out of the cache, and destroy those without a pin; return the number of these."""
         with self.lock:
-            dropped = self._take_out([copy for copy in list(self._copies.values()) if is_meant(copy)])
+            dropped = self._take_out(selected(list(self._copies.values())))
             unused = [copy for copy in dropped if not copy.pins]
         for copy in unused:
             self._destroy(copy)
