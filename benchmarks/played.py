@@ -38,7 +38,7 @@ from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import HostInfo, OperatorSpec, QueryRegistration
 from spark_bridge.host.host import Host
-from spark_bridge.transport.protocol import TaskIdentity
+from spark_bridge.transport.protocol import GetCommand, TaskIdentity
 
 Redirects = Mapping[tuple[str, int], str]
 """The addresses of the hosts that tasks were redirected to, by operator and partition."""
@@ -105,7 +105,7 @@ class HostHere(Host):
         changed = changes(partition, batch, given.shape)
         if given.shape.reads:
             keys = changed.families[DEFAULT_FAMILY].keys
-            values = self.reads.get_many(given.run_id, operator, partition, batch, keys)
+            values = self.reads.get_many(GetCommand(given.run_id, operator, partition, batch), keys)
             if values.null_count:
                 raise AssertionError(f"{values.null_count} of {len(keys)} keys of partition {partition} are missing.")
         self.commit(task, changed, {})

@@ -224,14 +224,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                         task.run_id, task.operator, task.partition, task.batch_id, command.column_family
                     )
                 with spans.step("host.read", operator=command.operator, partition=command.partition):
-                    values = host.reads.get_many(
-                        command.run_id,
-                        command.operator,
-                        command.partition,
-                        command.version,
-                        aligned_binary(chunk.data.column(0)),
-                        command.column_family,
-                    )
+                    values = host.reads.get_many(command, aligned_binary(chunk.data.column(0)))
                 batch = pa.record_batch([values], schema=protocol.VALUES_SCHEMA)
                 del chunk, claim
                 if opened is None:

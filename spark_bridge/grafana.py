@@ -230,15 +230,11 @@ def written(directory: Path) -> Path:
     Raises ``OSError``.
     """
     path = directory / FILE_NAME
-    with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", suffix=".tmp", delete=False) as draft:
-        try:
-            draft.write(json.dumps(dashboard(), indent=2) + "\n")
-            draft.flush()
-            Path(draft.name).chmod(0o644)  # Grafana runs as another user
-            Path(draft.name).replace(path)
-        except BaseException:
-            Path(draft.name).unlink(missing_ok=True)
-            raise
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".") as scratch:
+        draft = Path(scratch) / "draft"
+        draft.write_text(json.dumps(dashboard(), indent=2) + "\n")
+        draft.chmod(0o644)  # Grafana runs as another user
+        draft.replace(path)
     return path
 
 

@@ -85,10 +85,7 @@ class LookupTask:
 
     def _span(self) -> spans.Span:
         """Begin the span of a task: in the trace of its batch if its query has state, otherwise in a new trace."""
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None, "a task runs in a worker of Spark"
+        context = _task_context()
         try_set_up(context.getLocalProperty(TRACING), {"role": "task"})
         attributes = {
             "operator": self.operator,
@@ -168,11 +165,7 @@ class LookupTask:
             first = last
 
     def _found(self) -> looked_up_state.LookedUpState:
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None, "a task runs in a worker of Spark"
-        batch = None
+        context, batch = _task_context(), None
         if self.is_stream and self.fixed is None:
             by, number = (context.getLocalProperty(p) for p in (QUERY_ID, BATCH_ID))
             batch = looked_up_state.Batch(str(by), int(str(number)))
@@ -184,6 +177,14 @@ class LookupTask:
                 "session that init_spark returned or that attach(spark) was called with, or give checkpoint=."
             )
         return looked_up_state.state_in_cluster(endpoints, self.operator, self.query, self.state, batch, self.fixed)
+
+
+def _task_context() -> Any:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None, "a task runs in a worker of Spark"
+    return context
 
 
 def _only_possible(column: pa.Array, kind: pa.DataType) -> pa.Array:

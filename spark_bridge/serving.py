@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -45,6 +46,7 @@ from spark_bridge.transport.tls import TlsConf
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class FollowedQuery:
     """Keeps the served state at the last completed version of a query. A loop looks every ``interval`` seconds.
 
@@ -54,26 +56,20 @@ class FollowedQuery:
     answers can carry their possible lag. ``clock`` is monotonic, in seconds.
     """
 
-    def __init__(
-        self,
-        registration: QueryRegistration,
-        coordinator: CoordinatorPort,
-        look_up: Callable[[], QueryRegistration],
-        serve: Callable[[QueryRegistration], None],
-        interval: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.registration = registration
-        self._coordinator = coordinator
-        self._look_up = look_up
-        self._serve = serve
-        self._clock = clock
-        self._looked_at = clock()
+    registration: QueryRegistration
+    _coordinator: CoordinatorPort
+    _look_up: Callable[[], QueryRegistration]
+    _serve: Callable[[QueryRegistration], None]
+    _interval: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._looked_at = self.clock()
         self._loop = BackgroundLoop(
             self.look,
-            interval,
+            self._interval,
             name="statestore-follow",
-            what=f"follow the query at {registration.state_location}: an old version is served",
+            what=f"follow the query at {self.registration.state_location}: an old version is served",
             remedy="Look at the storage of the checkpoint, at its credentials, and at the log of the serving process. "
             "It retries by itself; answers carry their possible lag.",
         )
@@ -86,7 +82,7 @@ class FollowedQuery:
 
     def look(self) -> None:
         """Follow the versions completed since the last look. Raises the errors of storage and the coordinator."""
-        began = self._clock()
+        began = self.clock()
         answer = self._coordinator.take_up_versions(self.registration.run_id, began - self._looked_at)
         if answer.refusal is not None:
             log.info("Run %s is followed no more: %s", self.registration.run_id, answer.refusal)

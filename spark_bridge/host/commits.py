@@ -148,11 +148,6 @@ class GroupCommit:
         self.refs: list[FileRef] | None = None
         self.error: BaseException | None = None
 
-    def join_group(self, member: GroupMember) -> int:
-        self.members.append(member)
-        self.nbytes += len(member.data)
-        return len(self.members) - 1
-
     @property
     def is_over(self) -> bool:
         return self.refs is not None or self.error is not None
@@ -290,12 +285,13 @@ class GroupCommits:
         if batch is None or batch.version != meta.version:
             return None, None, 0  # late: no other task commits that version
         batch.came((meta.operator, meta.partition))
-        group = batch.group
-        if not self._linger or len(member.data) >= LARGE_BYTES:
-            number = -1
-        else:
+        group, number = batch.group, 0
+        is_alone = not self._linger or len(member.data) >= LARGE_BYTES
+        if not is_alone:
             group = batch.group = group or GroupCommit()
-            number = group.join_group(member)
+            number = len(group.members)
+            group.members.append(member)
+            group.nbytes += len(member.data)
         if group is not None:
             if is_object_storage:
                 is_awaited = batch.num_awaited > 0 or batch.at_work.expects_more()
@@ -304,7 +300,7 @@ class GroupCommits:
                 is_awaited = num_awaited > 0 and len(group.members) + num_awaited >= LOCAL_MEMBERS
             if not is_awaited or group.nbytes >= COMMIT_GROUP_BYTES:
                 self._close(group, meta)
-        return (batch, None, 0) if number < 0 else (batch, group, number)
+        return batch, None if is_alone else group, number
 
     def _close(self, group: GroupCommit, meta: ChangelogMeta) -> None:
         """Close a group to further members."""
@@ -404,31 +400,23 @@ class Acknowledgements:
         return own.answer
 
 
+@dataclass(eq=False, repr=False)
 class TaskCommits:
     """Commits the changes of tasks, each under its partition's ``commit_lock``. ``on_commit`` is called after each."""
 
-    def __init__(
-        self,
-        registration: HostRegistration,
-        cache: PartitionCache,
-        prepared: PreparedVersions,
-        counters: Counters,
-        groups: GroupCommits,
-        on_commit: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._on_commit = on_commit
-        self._registration = registration
-        self._cache = cache
-        self._prepared = prepared
-        self._counters = counters
-        self._groups = groups
+    _registration: HostRegistration
+    _cache: PartitionCache
+    _prepared: PreparedVersions
+    _counters: Counters
+    _groups: GroupCommits
+    _on_commit: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._asking = threading.Lock()
         self._used: BoundedDict[str, dict[str, int]] = BoundedDict(COUNTED_LOCATIONS)
-        info = registration.info
+        info, coordinator = self._registration.info, self._registration.coordinator
         self._acknowledgements = Acknowledgements(
-            lambda run_id, acknowledgements: registration.coordinator.acknowledge_many(
-                run_id, info.host_id, info.incarnation, acknowledgements
-            )
+            lambda run_id, several: coordinator.acknowledge_many(run_id, info.host_id, info.incarnation, several)
         )
 
     def commit(
@@ -447,6 +435,7 @@ class TaskCommits:
         """
         info = self._registration.info
         instance = self._cache.instance(task.run_id, task.operator, task.partition)
+        figures = figures or messages.OperatorFigures()
         if instance is None or instance.state.version != task.batch_id:
             raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id)
         started = time.perf_counter()
@@ -473,8 +462,20 @@ class TaskCommits:
             except (LineageMismatchError, StoreClosedError) as error:
                 raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id) from error
             durable = time.perf_counter()
-            done_by_task = self._figures(instance, timings, figures or messages.OperatorFigures(), durable - started)
-            message = _acknowledgement(info, meta, file, durable - started, task.stage, done_by_task)
+            message = messages.Acknowledge(
+                run_id=task.run_id,
+                operator=task.operator,
+                partition=task.partition,
+                version=version,
+                attempt=task.attempt,
+                host_id=info.host_id,
+                incarnation=info.incarnation,
+                file=file,
+                base=meta.base,
+                duration=durable - started,
+                stage=task.stage,
+                figures=self._figures(instance, timings, figures, durable - started),
+            )
             under = self._registration.number_of(task.run_id)
             try:
                 with spans.step("host.acknowledge"):
@@ -492,9 +493,9 @@ class TaskCommits:
         self._counters.count("keys_written", changes.num_changes)
         milliseconds = {**timings, "changelog_ms": (durable - started) * 1e3, "acknowledge_ms": (done - durable) * 1e3}
         with self._cache.lock:
-            _count_dropped(instance, version, figures or messages.OperatorFigures())
+            _count_dropped(instance, version, figures)
             earlier = {v: c for v, c in instance.commits.items() if version - REMEMBERED_COMMITS < v < version}
-            instance.commits = {**earlier, version: (milliseconds, figures or messages.OperatorFigures())}
+            instance.commits = {**earlier, version: (milliseconds, figures)}
         return answer
 
     def _figures(
@@ -526,28 +527,3 @@ def _count_dropped(instance: Instance, version: int, figures: messages.OperatorF
     _, earlier = instance.commits.get(version, ({}, messages.OperatorFigures()))
     counted = (instance.dropped_elements or 0) - earlier.custom.get(messages.DROPPED_ELEMENTS, 0)
     instance.dropped_elements = int(counted + dropped)
-
-
-def _acknowledgement(
-    info: messages.HostInfo,
-    meta: ChangelogMeta,
-    file: FileRef,
-    duration: float,
-    stage: int | None,
-    figures: messages.CommitFigures,
-) -> messages.Acknowledge:
-    """Return the message for a durable changelog of a task of that stage, which took ``duration`` seconds."""
-    return messages.Acknowledge(
-        run_id=meta.query_run_id,
-        operator=meta.operator,
-        partition=meta.partition,
-        version=meta.version,
-        attempt=meta.attempt,
-        host_id=info.host_id,
-        incarnation=info.incarnation,
-        file=file,
-        base=meta.base,
-        duration=duration,
-        stage=stage,
-        figures=figures,
-    )

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,7 @@ from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.savepoint_coordinator import savepoint_families
 from spark_bridge.host.instances import spec_of
 from spark_bridge.host.partition_cache import PartitionCache
-from spark_bridge.host.partition_loader import PartitionLoader
+from spark_bridge.host.partition_loader import PartitionLoader, StoredPartition
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def pause(took: float, computed: float) -> float:
     return max(0.0, computed / SHARE_OF_A_CORE - took)
 
 
+@dataclass(eq=False, repr=False)
 class SavepointExports:
     """The exports of one host: those in progress and those that are done.
 
@@ -68,24 +70,16 @@ class SavepointExports:
     function tells it whether the export is given up. ``_lock`` guards the table of exports; one thread exports.
     """
 
-    def __init__(
-        self,
-        info: HostInfo,
-        pin: Callable[[SavepointOrder, str, int], Scans | None],
-        read_back: Callable[[SavepointOrder, str, int, Callable[[], bool]], AbstractContextManager[Scans]],
-        report: Callable[[SavepointExported], None],
-        open_storage: Callable[[SavepointOrder], CheckpointStorage],
-        scratch: Path,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._info = info
-        self._pin = pin
-        self._read_back = read_back
-        self._report_export = report
-        self._open_storage = open_storage
-        self._scratch = scratch
-        self._sleep = sleep
-        shutil.rmtree(scratch, ignore_errors=True)  # of an incarnation of this host that was killed
+    _info: HostInfo
+    _pin: Callable[[SavepointOrder, str, int], Scans | None]
+    _read_back: Callable[[SavepointOrder, str, int, Callable[[], bool]], AbstractContextManager[Scans]]
+    _report_export: Callable[[SavepointExported], None]
+    _open_storage: Callable[[SavepointOrder], CheckpointStorage]
+    _scratch: Path
+    _sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)  # of an incarnation of this host that was killed
         self._states: dict[Key, SavepointExported | None] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="statestore-savepoint")
         self._closed = threading.Event()
@@ -228,7 +222,8 @@ def scans_read_back(
     Raises ``LoadEndedError`` once ``is_given_up`` returns true.
     """
     spec = spec_of(order.registration, operator)
-    with loader.pinned_for_export(order.registration, spec, partition, order.version, is_given_up) as copy:
+    stored = StoredPartition(order.registration, spec, partition, order.version)
+    with loader.pinned_for_export(stored, is_given_up) as copy:
         yield _scans(copy, savepoint_families(spec.schema))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Container, Hashable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from backends.exceptions import LoadEndedError
@@ -60,6 +60,7 @@ class _Backoff:
         self._failed = {key: failed for key, failed in self._failed.items() if key in keys}
 
 
+@dataclass(eq=False, repr=False)
 class HandOvers:
     """Loads copies ahead, and knows which partitions may move.
 
@@ -79,19 +80,13 @@ class HandOvers:
     and the runs whose changelogs could not be read. ``_places`` bounds the work in progress.
     """
 
-    def __init__(
-        self,
-        info: HostInfo,
-        cache: PartitionCache,
-        loader: PartitionLoader,
-        completed: CompletedVersions,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._info = info
-        self._cache = cache
-        self._loader = loader
-        self._completed = completed
-        self._clock = clock
+    _info: HostInfo
+    _cache: PartitionCache
+    _loader: PartitionLoader
+    _completed: CompletedVersions
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._orders = RunOrders(wait_seconds=0.0)
         self._number = self._followed = 0
@@ -99,7 +94,7 @@ class HandOvers:
         self._given: dict[str, int] = {}
         self._wanted: dict[str, WarmUp] = {}
         self._wanted_at = 0.0
-        self._backoff = _Backoff(clock)
+        self._backoff = _Backoff(self._clock)
         self._places = threading.Semaphore(MAX_LOADS)
 
     def report(self) -> HandOver:

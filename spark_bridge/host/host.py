@@ -39,7 +39,7 @@ from spark_bridge.host.partition_loader import PartitionLoader
 from spark_bridge.host.prepared_versions import PreparedVersions, VersionRequests
 from spark_bridge.host.registration import CompletedVersions, Grants, HostRegistration, RunOrders
 from spark_bridge.host.running_loads import Loads
-from spark_bridge.transport.protocol import OpenReply, ScanCommand, TaskIdentity
+from spark_bridge.transport.protocol import GetCommand, OpenReply, ScanCommand, TaskIdentity
 
 # Reading a host's partitions: bulk reads for tasks, and loading for queries (``spark_bridge.queryable.reads``).
 
@@ -75,41 +75,33 @@ class PartitionReads:
 
     # -- tasks ---------------------------------------------------------------------------------
 
-    def get_many(
-        self,
-        run_id: str,
-        operator: str,
-        partition: int,
-        version: int | None,
-        keys: pa.BinaryArray,
-        column_family: str = DEFAULT_FAMILY,
-    ) -> pa.BinaryArray:
+    def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
         """Return the values of keys at a version (None: the last completed one); null for keys without a value.
 
         A column family that was never written to is empty.
         Raises ``NotOwnerError`` if the partition is not this host's, or not open here at that version.
         """
-        instance = self._cache.instance(run_id, operator, partition)
+        version, family = command.version, command.column_family
+        instance = self._cache.instance(command.run_id, command.operator, command.partition)
         if version is None:
-            instance = instance if instance is not None else self.load(run_id, operator, partition)
+            instance = instance or self.load(command.run_id, command.operator, command.partition)
         elif instance is None or instance.state.version != version:
-            raise self._not_open(run_id, operator, partition, version)
+            raise self._not_open(command)
         try:
-            if column_family != DEFAULT_FAMILY and column_family not in instance.state.reads.column_families(version):
+            if family != DEFAULT_FAMILY and family not in instance.state.reads.column_families(version):
                 return pa.nulls(len(keys), pa.binary())
-            values = instance.state.reads.get_many(keys, version, column_family)
+            values = instance.state.reads.get_many(keys, version, family)
         except (VersionNotFoundError, StoreClosedError) as error:
-            raise self._not_open(run_id, operator, partition, version) from error
+            raise self._not_open(command) from error
         self._counters.count("keys_read", len(keys))
         return values
 
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
         """Yield the pairs (``key``, ``value``) of ranges of keys, one range after the other. Raises as ``get_many``."""
-        run_id, operator, partition, version = command.run_id, command.operator, command.partition, command.version
-        instance = self._cache.instance(run_id, operator, partition)
-        if instance is None or instance.state.version != version:
-            raise self._not_open(run_id, operator, partition, version)
-        left = command.limit
+        instance = self._cache.instance(command.run_id, command.operator, command.partition)
+        if instance is None or instance.state.version != command.version:
+            raise self._not_open(command)
+        version, left = command.version, command.limit
         try:
             reads, family = instance.state.reads, command.column_family
             if family not in reads.column_families(version):
@@ -124,10 +116,10 @@ class PartitionReads:
                 if left == 0:
                     return
         except (VersionNotFoundError, StoreClosedError) as error:
-            raise self._not_open(run_id, operator, partition, version) from error
+            raise self._not_open(command) from error
 
-    def _not_open(self, run_id: str, operator: str, partition: int, version: int | None) -> NotOwnerError:
-        return not_open(self._registration.info.host_id, run_id, operator, partition, version)
+    def _not_open(self, of: GetCommand | ScanCommand) -> NotOwnerError:
+        return not_open(self._registration.info.host_id, of.run_id, of.operator, of.partition, of.version)
 
     # -- queries -------------------------------------------------------------------------------
 

@@ -184,8 +184,8 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = {"opens": 0, "commits": 0, "keys_written": 0, "keys_read": 0, "loads": 0, "snapshots": 0}
-        self._counts["followed"] = 0
+        names = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots", "followed")
+        self._counts = dict.fromkeys(names, 0)
 
     def count(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -248,7 +248,7 @@ class PartitionFiles:
     def __init__(
         self, local_dir: Path, incarnation: str, conf: StateStoreConf, open_storage: OpenStorage | None
     ) -> None:
-        self.local_dir = self._local_dir = local_dir
+        self.local_dir = local_dir
         self._incarnation = incarnation
         self._conf = conf
         self.requests = requests = RequestCounts()
@@ -275,7 +275,7 @@ class PartitionFiles:
 
         Removes the files of other runs of the query that are not in use.
         """
-        runs = self._local_dir / registration.query_id
+        runs = self.local_dir / registration.query_id
         # Listed first: a run that begins during this call is recorded before it has a directory.
         listed = list(runs.iterdir()) if runs.exists() else []
         used = {*runs_in_use(), registration.run_id} if listed else set()
@@ -315,7 +315,7 @@ class PartitionFiles:
 
     def _local(self, registration: QueryRegistration, spec: OperatorSpec, partition: int) -> Path:
         directory = partition_directory(spec.name, spec.num_partitions, partition)
-        return self._local_dir / registration.query_id / registration.run_id / directory
+        return self.local_dir / registration.query_id / registration.run_id / directory
 
     def open_copy(self, registration: QueryRegistration, directory: str, backend: str, local: Path) -> PartitionState:
         """Open an empty state in ``local``, into which versions of the partition in ``directory`` can be loaded.
@@ -346,5 +346,5 @@ class PartitionFiles:
 
     def remove_run(self, run_id: str) -> None:
         """Remove the files that an incarnation which was killed has left of a run."""
-        for left in self._local_dir.glob(f"*/{run_id}"):
+        for left in self.local_dir.glob(f"*/{run_id}"):
             shutil.rmtree(left, ignore_errors=True)

@@ -70,7 +70,7 @@ class LocalDisk:
         self._budget = budget
         self._clock = clock
         self.changed = threading.Condition()
-        self._reserved: dict[object, tuple[int, LoadWatch]] = {}
+        self._reserved: dict[LoadWatch, int] = {}
         self._turn = threading.Lock()
         self._repeating: set[LoadWatch] = set()
         self._evicted: BoundedDict[InstanceKey, None] = BoundedDict(MAX_EVICTED)
@@ -85,22 +85,20 @@ class LocalDisk:
         ``fetched``, in the partition's directory, has the files that the load, or one before, has fetched.
         ``LoadWatch.expect`` raises ``LocalDiskFullError`` if there is no room.
         """
-        token = object()
-        watch.reserve = lambda nbytes: self._reserve(token, watch, nbytes, what, fetched)
+        watch.reserve = lambda nbytes: self._reserve(watch, nbytes, what, fetched)
         try:
             yield
         finally:
             watch.reserve = None
             with self.changed:
-                if self._reserved.pop(token, None) is not None:  # else two loads without room would wake each other
+                if self._reserved.pop(watch, None) is not None:  # else two loads without room would wake each other
                     self.changed.notify_all()
 
-    def _reserve(self, token: object, watch: LoadWatch, nbytes: int, what: str, fetched: Path) -> None:
+    def _reserve(self, watch: LoadWatch, nbytes: int, what: str, fetched: Path) -> None:
         needed = max(0, nbytes - bytes_below(fetched))
         with self.changed:
-            outstanding = sum(
-                max(0, size - other.progress().nbytes) for t, (size, other) in self._reserved.items() if t is not token
-            )
+            others = [(other, size) for other, size in self._reserved.items() if other is not watch]
+            outstanding = sum(max(0, size - other.progress().nbytes) for other, size in others)
             free, total = self._room()
             if needed > free - outstanding:
                 whole = needed + bytes_below(fetched.parent)
@@ -112,8 +110,7 @@ class LocalDisk:
                 error.is_larger_than_disk = whole > total
                 error.is_refused = True
                 raise error
-            before, _ = self._reserved.get(token, (0, watch))
-            self._reserved[token] = (before + nbytes, watch)
+            self._reserved[watch] = self._reserved.get(watch, 0) + nbytes
 
     def _room(self) -> tuple[int, int]:
         """Return the free bytes, and the bytes in all."""
@@ -131,7 +128,7 @@ class LocalDisk:
     def is_loading(self) -> bool:
         """Return whether a load has reserved room now, other than those that repeat a failed write."""
         with self.changed:
-            return any(watch not in self._repeating for _, watch in self._reserved.values())
+            return any(watch not in self._repeating for watch in self._reserved)
 
     def notify(self) -> None:
         """Wake the loads that wait for room."""

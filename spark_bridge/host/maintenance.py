@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from backends import spans
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
-from backends.formats.manifest import Lineage, SnapshotRef
+from backends.formats.manifest import SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import COPIES, WRITE_BUFFERS, HostMemory
 from backends.partition.partition_state import store_snapshots
@@ -60,6 +61,7 @@ class _Ready(NamedTuple):
     """
 
     instance: Instance
+    lease: FileLease
     earlier: SnapshotRef | None
     prepared: PreparedSnapshot
     changelog_bytes: int
@@ -132,35 +134,27 @@ class _Slots:
             self._changed.notify_all()
 
 
+@dataclass(eq=False, repr=False)
 class Maintenance:
     """The maintenance of one host. The lock of ``PartitionCache`` guards the table of uploads."""
 
-    def __init__(
-        self,
-        registration: HostRegistration,
-        cache: PartitionCache,
-        version_requests: VersionRequests,
-        counters: Counters,
-        memory: HostMemory,
-        conf: StateStoreConf,
-        clock: Callable[[], float],
-    ) -> None:
-        self._registration = registration
-        self._cache = cache
-        self._version_requests = version_requests
-        self._counters = counters
-        self._memory = memory
-        self._write_buffer_bytes = conf.write_buffer_bytes
-        self._deltas_per_snapshot = conf.deltas_per_snapshot
+    _registration: HostRegistration
+    _cache: PartitionCache
+    _version_requests: VersionRequests
+    _counters: Counters
+    _memory: HostMemory
+    _conf: StateStoreConf
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        threads = self._conf.maintenance_threads
         self._hooks: list[Callable[[], None]] = []
         self._orders = RunOrders()
-        self._num_threads = conf.maintenance_threads
-        self._slots = _Slots(conf.maintenance_threads)
+        self._slots = _Slots(threads)
         self._uploads = ThreadPoolExecutor(MAX_UPLOAD_THREADS, thread_name_prefix="statestore-maintenance")
-        self._flushes = ThreadPoolExecutor(conf.maintenance_threads, thread_name_prefix="statestore-flush")
+        self._flushes = ThreadPoolExecutor(threads, thread_name_prefix="statestore-flush")
         self._uploading: dict[InstanceKey, Future[None]] = {}
-        self._clock = clock
-        self._leases: dict[InstanceKey, FileLease] = {}
+        self._leases: set[FileLease] = set()
         """The leases of running uploads. Each maintenance renews them: a large file may take longer than a lease lasts.
         """
 
@@ -187,9 +181,9 @@ class Maintenance:
         self._unload_unread()
         begun = []
         due: dict[str, list[Instance]] = {}
-        used = self._memory.held()
+        used, conf = self._memory.held(), self._conf
         is_crowded = (
-            2 * used.get(WRITE_BUFFERS, 0) > self._write_buffer_bytes or 2 * used[COPIES] > self._memory.copies_bytes
+            2 * used.get(WRITE_BUFFERS, 0) > conf.write_buffer_bytes or 2 * used[COPIES] > self._memory.copies_bytes
         )
         with self._cache.lock:
             for key, instance in self._cache.instances.items():
@@ -203,7 +197,7 @@ class Maintenance:
                 if instance.rescaled_at is not None:
                     is_due = version > instance.rescaled_at
                 else:
-                    is_due = version - instance.snapshot_version >= self._deltas_per_snapshot
+                    is_due = version - instance.snapshot_version >= conf.deltas_per_snapshot
                     changed_bytes = instance.state.changelog_bytes - instance.snapshot_bytes
                     is_due |= is_idle and version > instance.snapshot_version and changed_bytes >= IDLE_SNAPSHOT_BYTES
                 # A snapshot would wait for a load in a thread that other partitions need.
@@ -219,7 +213,7 @@ class Maintenance:
             uploads = {(key[0], upload) for key, upload in self._uploading.items() if not upload.done()}
             uploading = Counter(location for location, _ in uploads)
             for instances in due.values():
-                threads = self._num_threads - uploading[instances[0].registration.state_location]
+                threads = conf.maintenance_threads - uploading[instances[0].registration.state_location]
                 if threads <= 0:
                     continue  # the next maintenance looks at them
                 share = -(-len(instances) // threads)
@@ -235,14 +229,13 @@ class Maintenance:
 
     def _renew_leases(self) -> None:
         with self._cache.lock:
-            leases = list(self._leases.items())
-        for key, lease in leases:
+            leases = list(self._leases)
+        for lease in leases:
             try:
                 lease.is_held()
             except STATESTORE_ERRORS as error:
-                log.warning(
-                    "Could not report to the coordinator that the upload of %s is still running: %s", key, error
-                )
+                what = "Could not report to the coordinator that the upload of %s is still running: %s"
+                log.warning(what, lease.partition, error)
 
     def _unload_unread(self) -> None:
         """Unload the partitions of ended queries that had no reader since the last maintenance.
@@ -332,8 +325,12 @@ class Maintenance:
         for instance in instances:
             ready: list[_Ready] = []
             with self._logged([instance]), ExitStack() as unless_prepared:
-                unless_prepared.callback(self._end_leases, [instance])
-                lineage = self._begin_lease(instance)
+                version = instance.state.version
+                lease = FileLease(self._registration, instance.run_key, version, UPLOAD, self._clock)
+                lineage = lease.lineage()
+                with self._cache.lock:
+                    self._leases.add(lease)
+                unless_prepared.callback(self._end_leases, [lease])
                 if lineage.head != instance.state.head:
                     # Its files were exchanged, and this host has not received that yet; or it has advanced: retry next
                     # time.
@@ -341,30 +338,20 @@ class Maintenance:
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
                 changelog_bytes = instance.state.changelog_bytes
                 prepared = instance.state.snapshots.prepare(earlier, INLINE_FILES_BYTES, listed)
-                ready = together.collect_snapshot(_Ready(instance, earlier, prepared, changelog_bytes))
+                ready = together.collect_snapshot(_Ready(instance, lease, earlier, prepared, changelog_bytes))
                 unless_prepared.pop_all()
             self._store(ready)
 
-    def _begin_lease(self, instance: Instance) -> Lineage:
-        registration, version = self._registration, instance.state.version
-        lease = FileLease(registration, *instance.run_key, version, use=UPLOAD, clock=self._clock)
-        lineage = lease.lineage()
-        with self._cache.lock:
-            self._leases[instance.key] = lease
-        return lineage
-
-    def _end_leases(self, instances: Sequence[Instance]) -> None:
+    def _end_leases(self, leases: Sequence[FileLease]) -> None:
         """Tell the coordinator that the upload has ended, unless the report of a snapshot has told it."""
         with self._cache.lock:
-            leases = [self._leases.pop(instance.key, None) for instance in instances]
-        for lease in leases:
-            if lease is not None:
-                lease.end()
+            left = [lease for lease in leases if lease in self._leases]
+            self._leases.difference_update(left)
+        for lease in left:
+            lease.end()
 
     def _is_held(self, ready: _Ready) -> bool:
-        with self._cache.lock:
-            lease = self._leases[ready.instance.key]
-        if lease.is_held():
+        if ready.lease.is_held():
             return True
         log.warning("The snapshot of %s is given up: the coordinator has given up its upload", ready.instance)
         return False
@@ -373,9 +360,9 @@ class Maintenance:
         if not ready:
             return
         snapshots: list[StoredSnapshot] = []
-        instances = [r.instance for r in ready]
+        leases = [r.lease for r in ready]
         try:
-            with self._logged(instances):
+            with self._logged([r.instance for r in ready]):
                 ready = [r for r in ready if self._is_held(r)]
                 if ready:
                     snapshots = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
@@ -383,7 +370,7 @@ class Maintenance:
                 with self._logged([one.instance]):
                     self._report(one, stored)
         finally:
-            self._end_leases(instances)
+            self._end_leases(leases)
 
     def _report(self, ready: _Ready, stored: StoredSnapshot) -> None:
         instance = ready.instance
@@ -400,7 +387,7 @@ class Maintenance:
             instance.snapshot_version, instance.snapshot_bytes = stored.ref.version, ready.changelog_bytes
             instance.rescaled_at = None
         with self._cache.lock:
-            self._leases.pop(instance.key, None)
+            self._leases.discard(ready.lease)
         self._counters.count("snapshots")
 
     @contextmanager

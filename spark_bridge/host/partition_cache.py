@@ -157,10 +157,18 @@ class PartitionCache:
         return self._by_run.get((run_id, operator, partition))
 
     def copy(self, run_id: str, operator: str, partition: int) -> Instance | None:
-        """Return a whole copy of another host's partition, which may follow while it is read; None without one."""
+        """Return ``whole_copy`` of a run by its id, for readers: a copy of another host's partition."""
         registration = self.registrations.get(run_id)
-        kept = None if registration is None else self._kept.get(key_of(registration, operator, partition))
-        return kept if kept is not None and kept.registration.run_id == run_id and kept.is_whole_copy else None
+        return None if registration is None else self.whole_copy(registration, operator, partition)
+
+    def whole_copy(self, registration: QueryRegistration, operator: str, partition: int) -> Instance | None:
+        """Return the copy of a partition that a load has left whole for a run; None without one.
+
+        It may follow, or be used otherwise, unless the partition's loading lock is held.
+        """
+        kept = self._kept.get(key_of(registration, operator, partition))
+        is_of_run = kept is not None and kept.registration.run_id == registration.run_id
+        return kept if kept is not None and is_of_run and kept.is_whole_copy else None
 
     def all(self) -> list[Instance]:
         with self.lock:
@@ -430,13 +438,6 @@ class PartitionCache:
         self, key: CopyKey, open_copy: Callable[[], PartitionState], at_most: int = -1
     ) -> Iterator[PartitionState]:
         """Pin a copy at version ``at_most`` or before, for one reader; ``open_copy`` makes one if there is none."""
-        copy = self._pin_exclusive(key, open_copy, at_most)
-        try:
-            yield copy.loaded.result()
-        finally:
-            self.unpin(copy)
-
-    def _pin_exclusive(self, key: CopyKey, open_copy: Callable[[], PartitionState], at_most: int) -> Copy:
         self.evict_copies()
         with self.lock:
             fitting = [
@@ -444,16 +445,19 @@ class PartitionCache:
                 for c in list(self._copies.values())
                 if c.key == key and not c.pins and c.state is not None and c.state.version <= at_most
             ]
-            if fitting:
-                _, copy = max(fitting, key=lambda entry: entry[0])
+            _, copy = max(fitting, key=lambda entry: entry[0], default=(0, None))
+            if copy is not None:
                 copy.pins += 1
-                return copy
-        copy = Copy(key, self._clock())
-        copy.loaded = Future()
-        copy.loaded.set_result(open_copy())
-        with self.lock:
-            self._copies[key, next(self._number)] = copy
-        return copy
+        if copy is None:
+            copy = Copy(key, self._clock())
+            copy.loaded = Future()
+            copy.loaded.set_result(open_copy())
+            with self.lock:
+                self._copies[key, next(self._number)] = copy
+        try:
+            yield copy.loaded.result()
+        finally:
+            self.unpin(copy)
 
     def _end_load(self, copy: Copy, _: Future[PartitionState]) -> None:
         """Release the pin of a load. If it has failed, the next reader loads the copy again."""
@@ -476,44 +480,42 @@ class PartitionCache:
     def evict_copies(self) -> None:
         """Destroy the copies that were not used for long, and the unused followers that are too many."""
         now = self._clock()
-        with self.lock:
-            unused = [copy for copy in list(self._copies.values()) if not copy.pins]
+
+        def evicted(copies: list[Copy]) -> list[Copy]:
+            unused = [copy for copy in copies if not copy.pins]
             followers = sorted((c for c in unused if c.key.kind is Kind.FOLLOWER), key=lambda copy: copy.last_used)
             surplus = followers[: max(0, len(followers) - MAX_IDLE_FOLLOWERS)]
-            evicted = self._take_out(
+            return [
                 copy
                 for copy in unused
                 if copy in surplus or copy.key.kind is Kind.SAVEPOINT or now - copy.last_used >= COPY_IDLE_SECONDS
-            )
-        for copy in evicted:
-            self._destroy(copy)
+            ]
+
+        self._drop(evicted)
 
     def drop_unused_copies(self) -> int:
         """Destroy all copies that no reader has pinned, to make room; return their number."""
+        return self._drop(lambda copies: [copy for copy in copies if not copy.pins])
+
+    def drop_copies(self, run_id: str | None) -> None:
+        """Destroy the copies of a run (None: of all), those in use with their last pin. Their loads end."""
+        self._drop(lambda copies: [copy for copy in copies if run_id in (None, copy.key.run_id)])
+
+    def _drop(self, selected: Callable[[list[Copy]], list[Copy]]) -> int:
+        """Take the selected copies out of the cache, and destroy those without a pin; return the number of these."""
         with self.lock:
-            unused = self._take_out([copy for copy in list(self._copies.values()) if not copy.pins])
+            dropped = self._take_out(selected(list(self._copies.values())))
+            unused = [copy for copy in dropped if not copy.pins]
         for copy in unused:
             self._destroy(copy)
         return len(unused)
 
-    def drop_copies(self, run_id: str | None) -> None:
-        """Destroy the copies of a run (None: of all), those in use with their last pin. Their loads end."""
-        with self.lock:
-            unused = [
-                copy
-                for copy in self._take_out(c for c in list(self._copies.values()) if run_id in (None, c.key.run_id))
-                if not copy.pins
-            ]
-        for copy in unused:
-            self._destroy(copy)
-
-    def _take_out(self, copies: Iterator[Copy] | Sequence[Copy]) -> list[Copy]:
-        removed = list(copies)
-        for copy in removed:
+    def _take_out(self, copies: list[Copy]) -> list[Copy]:
+        for copy in copies:
             copy.is_dropped = True
         for key in [key for key, copy in list(self._copies.items()) if copy.is_dropped]:
             self._copies.pop(key, None)
-        return removed
+        return copies
 
     @staticmethod
     def _destroy(copy: Copy) -> None:

@@ -7,11 +7,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from backends import exceptions, spans
 from backends.exceptions import LoadEndedError, LocalDiskFullError, MissingFileError
@@ -50,6 +50,18 @@ FOLLOWED_BYTES = 16 << 20
 """Copies fetch at most this many bytes of changelogs with one request, and hold them until they are applied."""
 SHARED_LOAD_SECONDS = 10.0
 """A read waits at most this many seconds for a task's load of the partition: its thread is needed for other reads."""
+
+
+class StoredPartition(NamedTuple):
+    """A retained version of a partition, to be read from storage."""
+
+    registration: QueryRegistration
+    spec: OperatorSpec
+    partition: int
+    version: int
+
+    def key(self, kind: Kind) -> CopyKey:
+        return CopyKey(kind, self.registration.run_id, (self.spec.name, self.version), self.partition)
 
 
 @dataclass(eq=False, repr=False)
@@ -167,26 +179,18 @@ class PartitionLoader:
         """Return whether a partition serves, or there is a copy of its version. Such a copy is kept for longer."""
         key, run_id = key_of(grant.registration, operator, partition), grant.registration.run_id
         with self._cache.lock:
-            instance, kept = self._cache.instances.get(key), self._cache.kept(key)
+            instance = self._cache.instances.get(key)
             if instance is not None and instance.registration.run_id == run_id:
                 return True
-            if kept is None or kept.registration.run_id != run_id:
+            copy = self._cache.whole_copy(grant.registration, operator, partition)
+            if copy is None:
                 return False
-            state = kept.state
+            version, head = copy.state.version, copy.state.head
             # Files of a version may have been exchanged: then its head is another one.
-            is_warm = kept.is_whole_copy and (
-                state.version > grant.version or (state.version, state.head) == (grant.version, grant.head)
-            )
+            is_warm = version > grant.version or (version, head) == (grant.version, grant.head)
             if is_warm:
-                self._cache.keep(kept)
+                self._cache.keep(copy)
             return is_warm
-
-    def warm_version(self, registration: QueryRegistration, operator: str, partition: int) -> int | None:
-        """Return the version of the copy of a partition that a load has left here whole; None if there is none."""
-        kept = self._cache.kept(key_of(registration, operator, partition))
-        if kept is None or kept.registration.run_id != registration.run_id or not kept.is_whole_copy:
-            return None
-        return kept.state.version
 
     def follow(self, order: WarmUp, is_wanted: Callable[[str, int], bool]) -> list[tuple[str, int]]:
         """Apply to whole copies the changelogs that an order names, version after version.
@@ -201,7 +205,8 @@ class PartitionLoader:
         steps: dict[tuple[int, str], dict[tuple[str, int], ChangelogRef]] = {}
         for operator, partitions in order.changelogs.items():
             for partition, refs in partitions.items():
-                version = self.warm_version(order.registration, operator, partition)
+                copy = self._cache.whole_copy(order.registration, operator, partition)
+                version = None if copy is None else copy.state.version
                 if version is None or refs[0].version > version + 1:
                     unable.append((operator, partition))
                     continue
@@ -237,15 +242,15 @@ class PartitionLoader:
             if not is_locked:
                 return False
             try:
-                kept = self._cache.kept(key)
-                if kept is None or kept.registration.run_id != registration.run_id or not kept.is_whole_copy:
+                copy = self._cache.whole_copy(registration, *task)
+                if copy is None:
                     return False
-                with kept.commit_lock:
-                    base = kept.state.head
-                    changes = kept.state.follow(ref, data)
-                    if kept.key_windows is not None:
-                        kept.key_windows.follow_changes(base, ref.file.path, changes)
-                self._cache.keep(kept)
+                with copy.commit_lock:
+                    base = copy.state.head
+                    changes = copy.state.follow(ref, data)
+                    if copy.key_windows is not None:
+                        copy.key_windows.follow_changes(base, ref.file.path, changes)
+                self._cache.keep(copy)
                 self._counters.count("followed")
                 return True
             except LocalDiskFullError:
@@ -277,7 +282,7 @@ class PartitionLoader:
     def _lease(self, run_id: str, operator: str, partition: int, version: int, use: str | None = None) -> FileLease:
         """Return the lease of a load: by default of an own partition, which ends with the first changes to it."""
         use = self._registration.info.host_id if use is None else use
-        return FileLease(self._registration, run_id, operator, partition, version, use=use, clock=self._clock)
+        return FileLease(self._registration, (run_id, operator, partition), version, use, self._clock)
 
     def _bring_to_grant(
         self,
@@ -330,7 +335,9 @@ class PartitionLoader:
         def advance() -> bool:
             nonlocal is_whole
             was_whole, is_whole = is_whole, False
-            with instance.commit_lock, self._reserving(instance, watch):
+            fetched = instance.state.fetched_dir
+            reserving = nullcontext() if watch is None else self.disk.reserving(watch, str(instance), fetched)
+            with instance.commit_lock, reserving:
                 return self._advance(instance, grant, watch, is_whole=was_whole)
 
         try:
@@ -378,11 +385,6 @@ class PartitionLoader:
             log.info("Opened %s with the files left here, at version %d", instance, state.version)
             instance.snapshot_version, instance.rescaled_at = older.snapshot_version, older.rescaled_at
         return instance
-
-    def _reserving(self, instance: Instance, watch: LoadWatch | None) -> AbstractContextManager[None]:
-        if watch is None:
-            return nullcontext()
-        return self.disk.reserving(watch, str(instance), instance.state.fetched_dir)
 
     def _retire(self, instance: Instance, grant: OpenGrant) -> None:
         """Let a partition of another run of the query serve no longer: the grant's run is newer. Its files stay."""
@@ -472,55 +474,43 @@ class PartitionLoader:
     # -- copies --------------------------------------------------------------------------------
 
     @contextmanager
-    def pinned_version(
-        self, registration: QueryRegistration, spec: OperatorSpec, partition: int, version: int, seconds: float
-    ) -> Iterator[PartitionState]:
+    def pinned_version(self, stored: StoredPartition, seconds: float) -> Iterator[PartitionState]:
         """Yield a copy of a partition for a ``with``; the copy stays at that version until the ``with`` ends.
 
         Raises ``StateVersionError`` if the version is not retained, ``TooManyRequestsError`` if as many other versions
         as possible are in use, ``HostUnavailableError`` if the copy is not loaded within ``seconds``, and what loading
         raises. The load then continues, for later readers.
         """
-        key = version_key(registration, spec, partition, version)
+        key = stored.key(Kind.VERSION)
 
         def start_load(copy: Copy) -> Future[PartitionState]:
-            work = partial(self._load_version, copy, registration, spec, version)
-            return self._loads.start(copy, work, self._loads.copies).result
+            return self._loads.start(copy, partial(self._load_version, copy, stored), self._loads.copies).result
 
         copy = self._cache.pin_version(key, start_load)
         try:
             if not wait([copy.loaded], seconds).done:
                 raise HostUnavailableError(
-                    f"Version {version} of partition {partition} of operator {spec.name!r} (run "
-                    f"{registration.run_id}) is being loaded from storage, which takes longer: "
-                    f"{self._loads.progress(key)}. Ask again in a moment."
+                    f"Version {stored.version} of partition {stored.partition} of operator {stored.spec.name!r} (run "
+                    f"{key.run_id}) is being loaded from storage, which takes longer: {self._loads.progress(key)}. Ask "
+                    "again in a moment."
                 )
             yield copy.loaded.result()
         finally:
             self._cache.unpin(copy)
 
-    def _load_version(
-        self, copy: Copy, registration: QueryRegistration, spec: OperatorSpec, version: int, _: Load
-    ) -> PartitionState:
+    def _load_version(self, copy: Copy, stored: StoredPartition, _: Load) -> PartitionState:
         try:
-            return self.load_copy(copy.key, registration, spec, version, self._files.copies, lambda: copy.is_dropped)
+            return self.load_copy(copy.key, stored, self._files.copies, lambda: copy.is_dropped)
         except exceptions.VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
         except LoadEndedError as error:
             raise HostUnavailableError(f"{error} Ask again.") from error
 
     @contextmanager
-    def pinned_for_export(
-        self,
-        registration: QueryRegistration,
-        spec: OperatorSpec,
-        partition: int,
-        version: int,
-        is_given_up: Callable[[], bool],
-    ) -> Iterator[PartitionState]:
+    def pinned_for_export(self, stored: StoredPartition, is_given_up: Callable[[], bool]) -> Iterator[PartitionState]:
         """Yield a copy of a partition for an export. Raises ``LoadEndedError`` once ``is_given_up`` returns true."""
-        key = version_key(registration, spec, partition, version)._replace(kind=Kind.SAVEPOINT)
-        load = partial(self.load_copy, key, registration, spec, version, self._files.savepoints, is_given_up)
+        key = stored.key(Kind.SAVEPOINT)
+        load = partial(self.load_copy, key, stored, self._files.savepoints, is_given_up)
         with self._cache.pinned(key, load) as state:
             yield state
 
@@ -536,23 +526,17 @@ class PartitionLoader:
             yield state
 
     def load_copy(
-        self,
-        key: CopyKey,
-        registration: QueryRegistration,
-        spec: OperatorSpec,
-        version: int,
-        below: Path,
-        is_abandoned: Callable[[], bool],
+        self, key: CopyKey, stored: StoredPartition, below: Path, is_abandoned: Callable[[], bool]
     ) -> PartitionState:
         """Return a copy of a partition at a version, in a new directory ``below``; ``destroy`` removes the copy.
 
         Raises ``VersionNotFoundError`` if the version is not kept (any more), ``LoadEndedError`` if ``is_abandoned``,
         and what loading and the coordinator raise. Nothing is left then.
         """
-        use, run_id, partition = uuid.uuid4().hex, registration.run_id, key.partition
-        lease = self._lease(run_id, spec.name, partition, version, use)
+        use, (registration, spec, partition, version) = uuid.uuid4().hex, stored
+        lease = self._lease(registration.run_id, spec.name, partition, version, use)
         lineage = lease.lineage()
-        what = f"a copy of version {version} of operator {spec.name!r}, partition {partition} (run {run_id})"
+        what = f"a copy of version {version} of operator {spec.name!r}, partition {partition} (run {key.run_id})"
         try:
             is_ahead = key.kind is Kind.SAVEPOINT
             with self._loads.watching(key, what, lease, is_abandoned, is_ahead=is_ahead) as watch:
@@ -587,11 +571,6 @@ def _in_bounds(refs: Sequence[TaskChangelog]) -> Iterator[list[TaskChangelog]]:
         nbytes += ref.file.size
     if few:
         yield few
-
-
-def version_key(registration: QueryRegistration, spec: OperatorSpec, partition: int, version: int) -> CopyKey:
-    """Return the key of the copy of a version for queries."""
-    return CopyKey(Kind.VERSION, registration.run_id, (spec.name, version), partition)
 
 
 def apply_accepted(instance: Instance, version: int, head: str) -> bool:

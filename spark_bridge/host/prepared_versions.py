@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from backends.exceptions import StateStoreError
 from backends.host_memory import BoundedDict
@@ -57,6 +58,7 @@ def _spark_directory(prepared: _Prepared) -> tuple[str, object]:
     return prepared.registration.checkpoint_location, prepared.registration.storage_options
 
 
+@dataclass(eq=False, repr=False)
 class PreparedVersions:
     """Determines whether prepared versions are completed. Thread-safe.
 
@@ -66,24 +68,18 @@ class PreparedVersions:
     lock. ``gives`` returns whether another host may own partitions of a run by now.
     """
 
-    def __init__(
-        self,
-        registration: HostRegistration,
-        cache: PartitionCache,
-        completed: CompletedVersions,
-        open_storage: OpenStorage,
-        gives: Callable[[str], bool] = lambda run_id: False,
-    ) -> None:
-        self._registration = registration
-        self._gives = gives
-        self._cache = cache
-        self._completed = completed
-        self._open_storage = open_storage
+    _registration: HostRegistration
+    _cache: PartitionCache
+    _completed: CompletedVersions
+    _open_storage: OpenStorage
+    _gives: Callable[[str], bool]
+
+    def __post_init__(self) -> None:
         self._prepared: BoundedDict[str, _Prepared] = BoundedDict(MAX_RUNS)
         self._taken_under: BoundedDict[str, int] = BoundedDict(MAX_RUNS)
         self._noting = threading.Lock()
         self._own_looks = threading.Semaphore(MAX_OWN_LOOKS)
-        cache.on_run_ended(self._forget)
+        self._cache.on_run_ended(self._forget)
 
     def accepted(self, registration: QueryRegistration, version: int, under: int | None = None) -> None:
         """Record that the coordinator has accepted changes for a version.
@@ -217,11 +213,9 @@ class PreparedVersions:
             if self._completed.has(of.run_id, version - 1) or not commits.has(version - 2):
                 return
             version -= 1
-        coordinator, host_id = self._registration.coordinator, self._registration.info.host_id
-        completed = self._registration.call_about(
-            of.run_id, lambda: coordinator.see_commit(of.run_id, version - 1, host_id)
-        )
-        self._completed.note(completed)
+        host_id = self._registration.info.host_id
+        ask = partial(self._registration.coordinator.see_commit, of.run_id, version - 1, host_id)
+        self._completed.note(self._registration.call(of.run_id, ask, for_reader=True))
 
     def _is_being_prepared(self, run_id: str, version: int) -> bool:
         """Return whether a task of the version's batch has opened a partition here, and its changes are still to come.
@@ -295,6 +289,9 @@ class _Asking:
             raise type(refusal)(*refusal.args)  # a new error for every thread
 
 
+_NEVER_ASKED = _Asking()
+
+
 class VersionRequests:
     """Asks the coordinator for completed versions. Thread-safe.
 
@@ -347,21 +344,22 @@ class VersionRequests:
     def _ask(self, run_id: str, asking: _Asking) -> None:
         registration = self._registration
         asking.at, asking.refusal = time.monotonic(), None
-        answer = registration.call_about(
-            run_id, lambda: registration.coordinator.completed(run_id, registration.info.host_id)
-        )
+        ask = partial(registration.coordinator.completed, run_id, registration.info.host_id)
+        answer = registration.call(run_id, ask, for_reader=True)
         self._completed.note(answer)
         asking.has_ended, asking.answered = answer.ended, asking.at
 
     def has_ended(self, run_id: str) -> bool:
         """Return whether the coordinator has answered the last question for a run that its query has ended."""
-        asking = self._asking.get(run_id)
-        return asking is not None and asking.has_ended
+        return self._asking.get(run_id, _NEVER_ASKED).has_ended
+
+    def asked_at(self, run_id: str) -> float:
+        """Return when the last question for a run was asked (of ``time.monotonic``)."""
+        return self._asking.get(run_id, _NEVER_ASKED).at
 
     def has_asked_since(self, run_id: str, moment: float) -> bool:
         """Return whether a question for a run was asked since ``moment`` (of ``time.monotonic``), and was answered."""
-        asking = self._asking.get(run_id)
-        return asking is not None and asking.answered >= moment
+        return self._asking.get(run_id, _NEVER_ASKED).answered >= moment
 
     def forget_idle_runs(self) -> None:
         """Forget the versions of runs that this host has no part of, after ``IDLE_RUN_SECONDS`` without a reader.
@@ -370,8 +368,7 @@ class VersionRequests:
         """
         until = time.monotonic() - IDLE_RUN_SECONDS
         for run_id in self._completed.runs():
-            asking = self._asking.get(run_id)
-            if run_id not in self._cache.registrations and (asking is None or asking.at <= until):
+            if run_id not in self._cache.registrations and self.asked_at(run_id) <= until:
                 self._completed.forget(run_id)
 
     def forget(self, run_id: str) -> None:

@@ -6,9 +6,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from backends import spans
@@ -135,6 +136,7 @@ class _Report(NamedTuple):
     at: float
 
 
+@dataclass(eq=False, repr=False)
 class HostRegistration:
     """Registers the host at the coordinator, and again whenever the coordinator does not know the host.
 
@@ -146,20 +148,14 @@ class HostRegistration:
     ``replaced`` says why this incarnation of the host must end itself, or is None.
     """
 
-    def __init__(
-        self,
-        info: messages.HostInfo,
-        coordinator: CoordinatorPort,
-        cache: PartitionCache,
-        completed: CompletedVersions,
-        clock: Callable[[], float],
-    ) -> None:
-        self.info = info
-        self.coordinator = coordinator
+    info: messages.HostInfo
+    coordinator: CoordinatorPort
+    _cache: PartitionCache
+    _completed: CompletedVersions
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.replaced: str | None = None
-        self._cache = cache
-        self._completed = completed
-        self._clock = clock
         self._lock = threading.Lock()
         self._registered_for_reader = -math.inf
         self._registered = _Report(0, -math.inf)
@@ -175,30 +171,25 @@ class HostRegistration:
 
         Raises ``ReplacedHostError`` if another incarnation has taken the place of this one.
         """
-        number = self._begin_report(None)
-        self.is_informed = False
-        sent = self._clock()
-        try:
-            with spans.alone("host.register", restart=self.info.restart):
-                self.coordinator.register_host(self.info, self._cache.report())
+        with self._reporting(None):
+            self.is_informed = False
+            sent = self._clock()
+            try:
+                with spans.alone("host.register", restart=self.info.restart):
+                    self.coordinator.register_host(self.info, self._cache.report())
+            except exceptions.ReplacedHostError as error:
+                self.replaced = str(error)
+                raise
             self._leased_until = sent + self._lease_seconds
-        except exceptions.ReplacedHostError as error:
-            self.replaced = str(error)
-            raise
-        finally:
-            self._end_report(number)
 
     def _report_runs(self, run_ids: Collection[str]) -> None:
-        number = self._begin_report(run_ids)
-        try:
-            with spans.alone("host.report_runs", runs=len(run_ids)):
-                report = self._cache.report(run_ids)
-                self.coordinator.report_runs(self.info.host_id, self.info.incarnation, report)
-        finally:
-            self._end_report(number)
+        with self._reporting(run_ids), spans.alone("host.report_runs", runs=len(run_ids)):
+            report = self._cache.report(run_ids)
+            self.coordinator.report_runs(self.info.host_id, self.info.incarnation, report)
 
-    def _begin_report(self, run_ids: Collection[str] | None) -> int:
-        """Number a report of these runs, or of all if None, and return the number."""
+    @contextmanager
+    def _reporting(self, run_ids: Collection[str] | None) -> Iterator[None]:
+        """Number the report within the block, of these runs or of all if None. Its time becomes that of its end."""
         with self._lock:
             number = 1 + max((self._registered.number, *(report.number for report in self._reported.values())))
             report = _Report(number, self._clock())
@@ -207,15 +198,14 @@ class HostRegistration:
             else:
                 held = {run_id: last for run_id, last in self._reported.items() if run_id in self._cache.registrations}
                 self._reported = {**held, **dict.fromkeys(run_ids, report)}
-            return number
-
-    def _end_report(self, number: int) -> None:
-        """Set the time of a report to that of its end."""
-        with self._lock:
-            ended = _Report(number, self._clock())
-            if self._registered.number == number:
-                self._registered = ended
-            self._reported = {r: ended if last.number == number else last for r, last in self._reported.items()}
+        try:
+            yield
+        finally:
+            with self._lock:
+                ended = _Report(number, self._clock())
+                if self._registered.number == number:
+                    self._registered = ended
+                self._reported = {r: ended if last.number == number else last for r, last in self._reported.items()}
 
     def number_of(self, run_id: str) -> int:
         """Return the number of the last report of a run; a later report has a higher one, and 1 is the host's first."""
@@ -282,24 +272,17 @@ class HostRegistration:
         except Exception:  # the next heartbeat tries again
             log.warning("Host %s could not be registered", self.info.host_id, exc_info=True)
 
-    def call(self, run_id: str, call: Callable[[], T]) -> T:
-        """Call the coordinator about a run; if it does not know this host or the run, report that, and call again."""
-        try:
-            return call()
-        except _UNKNOWN as error:
-            self._report_unknown(run_id, error)
-            return call()
+    def call(self, run_id: str, call: Callable[[], T], *, for_reader: bool = False) -> T:
+        """Call the coordinator about a run; if it does not know this host or the run, report that, and call again.
 
-    def call_about(self, run_id: str, call: Callable[[], T]) -> T:
-        """Call the coordinator about a run, for a reader. Report the run again only if this host holds it.
-
-        The host reports again at most once in ``REGISTER_SECONDS``: a coordinator that has just started may not know an
-        owner yet, however often the run is reported. Raises the coordinator's error then, so that the reader retries.
+        For a reader, report only a run that this host holds, and at most once in ``REGISTER_SECONDS``: a coordinator
+        that has just started may not know an owner yet, however often the run is reported. Raises the coordinator's
+        error then, so that the reader retries.
         """
         try:
             return call()
         except _UNKNOWN as error:
-            if run_id not in self._cache.registrations or not self._is_register_due():
+            if for_reader and (run_id not in self._cache.registrations or not self._is_register_due()):
                 raise
             self._report_unknown(run_id, error)
         return call()
@@ -346,7 +329,7 @@ message when it is over.
 
 @dataclass(frozen=True)
 class _Granted:
-    """The last answer of the coordinator about a run, and its time by the host's clock."""
+    """An answer of the coordinator about a run, and its time by the host's clock."""
 
     grant: messages.BatchGrant
     at: float
@@ -364,25 +347,34 @@ class _Granted:
         return is_owned and self.hosts[places[partition]].address == address
 
 
+@dataclass(eq=False)
+class _OfRun:
+    """The last answer about a run.
+
+    ``asking`` is held while the coordinator is asked, so that the other tasks wait for that answer. ``waiting`` are the
+    partitions that they wait for: the next question names them all.
+    """
+
+    granted: _Granted | None = None
+    asking: threading.Lock = field(default_factory=threading.Lock)
+    waiting: set[tuple[str, int]] = field(default_factory=set)
+
+
 class Grants:
     """Asks for grants and remembers the last one of each run. Thread-safe.
 
-    The lock of a run is held while the coordinator is asked, so that the other tasks wait for that answer. ``_waiting``
-    has the partitions that they wait for: the next question names them all. ``_suspected`` has the address of the last
-    host that tasks could not reach, and the time of the report, by ``clock``. ``_lock`` guards the tables alone;
-    no other lock is taken while it is held.
+    ``_suspected`` has the address of the last host that tasks could not reach, and the time of the report, by
+    ``clock``. ``_lock`` guards the tables alone; no other lock is taken while it is held.
     """
 
     def __init__(
-        self, registration: HostRegistration, completed: CompletedVersions, clock: Callable[[], float] = time.monotonic
+        self, registration: HostRegistration, completed: CompletedVersions, clock: Callable[[], float]
     ) -> None:
         self._registration = registration
         self._completed = completed
         self._clock = clock
         self._lock = threading.Lock()
-        self._granted: dict[str, _Granted] = {}
-        self._waiting: dict[str, set[tuple[str, int]]] = {}
-        self._granting: dict[str, threading.Lock] = {}
+        self._runs: dict[str, _OfRun] = {}
         self._suspected = "", -math.inf
 
     def for_task(self, task: TaskIdentity) -> messages.OpenGrant:
@@ -395,11 +387,11 @@ class Grants:
         if task.unreachable:
             self._suspect(task.unreachable)
         with self._lock:
-            granting = self._granting.setdefault(task.run_id, threading.Lock())
-            self._waiting.setdefault(task.run_id, set()).add(wanted)
+            of_run = self._runs.setdefault(task.run_id, _OfRun())
+            of_run.waiting.add(wanted)
         try:
-            with granting:
-                granted = self._granted.get(task.run_id)
+            with of_run.asking:
+                granted = of_run.granted
                 now = self._clock()
                 is_dead = granted is not None and granted.names(*wanted, task.unreachable)
                 if (
@@ -408,10 +400,10 @@ class Grants:
                     or not 0 <= now - granted.at < (SUSPECT_SECONDS if is_dead else GRANT_SECONDS)
                     or granted.lacks(*wanted)
                 ):
-                    granted = self._ask(task, granted, now)
+                    granted = self._ask(task, of_run, now)
         finally:
             with self._lock:
-                self._waiting.get(task.run_id, set()).discard(wanted)
+                of_run.waiting.discard(wanted)
         grant = granted.grant
         owners = granted.owners.get(task.operator, [])
         if not 0 <= task.partition < len(owners):
@@ -441,48 +433,38 @@ class Grants:
         except (exceptions.CoordinatorError, exceptions.HostUnavailableError) as error:
             log.warning("The coordinator does not know that tasks cannot reach %s: %s", address, error)
 
-    def _ask(self, task: TaskIdentity, granted: _Granted | None, now: float) -> _Granted:
-        info = self._registration.info
+    def _ask(self, task: TaskIdentity, of_run: _OfRun, now: float) -> _Granted:
+        info, granted = self._registration.info, of_run.granted
         assignment = 0 if granted is None else granted.grant.assignment
         with self._lock:
             # This one too: another attempt of the same task may have taken it out.
-            waiting = tuple(sorted({*self._waiting.get(task.run_id, ()), (task.operator, task.partition)}))
+            waiting = tuple(sorted({*of_run.waiting, (task.operator, task.partition)}))
         request = messages.OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, assignment, waiting)
         grant = self._registration.call(task.run_id, lambda: self._registration.coordinator.open_batch(request))
-        if grant.hosts or granted is None:
-            granted = _Granted(grant, now, grant.hosts, grant.owners)
-        else:
-            # The assignment is the one that is known: the coordinator does not repeat it.
-            granted = _Granted(grant, now, granted.hosts, granted.owners)
-        with self._lock:
-            self._granted[task.run_id] = granted
+        # The coordinator does not repeat an assignment that is known.
+        assigned = grant if grant.hosts or granted is None else granted
+        of_run.granted = granted = _Granted(grant, now, assigned.hosts, assigned.owners)
         completed = messages.Completed(task.run_id, grant.version, grant.heads, created_ms=grant.created_ms)
         self._completed.note(completed)
         return granted
 
     def for_read(self, run_id: str, operator: str, partition: int) -> messages.OpenGrant:
         """Ask the coordinator for the owner of a partition, and for its last completed version."""
-        return self._registration.call_about(
-            run_id, lambda: self._registration.coordinator.open_for_read(run_id, operator, partition)
-        )
+        coordinator = self._registration.coordinator
+        ask = partial(coordinator.open_for_read, run_id, operator, partition)
+        return self._registration.call(run_id, ask, for_reader=True)
 
     def forget(self, run_id: str) -> None:
         with self._lock:
-            self._forget(run_id)
+            self._runs.pop(run_id, None)
 
     def forget_idle_runs(self) -> None:
         """Forget the runs that no task has asked about for ``IDLE_GRANT_SECONDS``, and those without an answer."""
         until = self._clock() - IDLE_GRANT_SECONDS
         with self._lock:
-            for run_id in list(self._granting):
-                granted = self._granted.get(run_id)
-                if not self._waiting.get(run_id) and (granted is None or granted.at <= until):
-                    self._forget(run_id)
-
-    def _forget(self, run_id: str) -> None:
-        self._granted.pop(run_id, None)
-        self._waiting.pop(run_id, None)
-        self._granting.pop(run_id, None)
+            for run_id, of_run in list(self._runs.items()):
+                if not of_run.waiting and (of_run.granted is None or of_run.granted.at <= until):
+                    del self._runs[run_id]
 
 
 # The coordinator's orders about runs, carried out separately from the heartbeat that brings them.

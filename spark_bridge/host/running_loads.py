@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from backends import spans
@@ -22,6 +23,7 @@ from backends.partition.load_watch import LoadProgress, LoadWatch
 from coordinator_actor.messages import OpenGrant
 from coordinator_actor.run.holds import FILES_RENEW_SECONDS
 from spark_bridge.exceptions import STATESTORE_ERRORS, HostUnavailableError
+from spark_bridge.host.instances import RunKey
 from spark_bridge.host.registration import HostRegistration
 
 log = logging.getLogger(__name__)
@@ -261,6 +263,7 @@ class Loads:
                     del self._loads[key]
 
 
+@dataclass(eq=False, repr=False)
 class FileLease:
     """The lease of one load or upload, of a version of a partition of a run.
 
@@ -271,31 +274,23 @@ class FileLease:
     ``BUSY_SECONDS``, so the death of a host leaves nothing behind. ``clock`` gives seconds.
     """
 
-    def __init__(
-        self,
-        registration: HostRegistration,
-        run_id: str,
-        operator: str,
-        partition: int,
-        version: int,
-        *,
-        use: str,
-        clock: Callable[[], float],
-    ) -> None:
-        self._registration = registration
-        self.run_id = run_id
-        self._partition = (run_id, operator, partition)
-        self._version = version
-        self._use = use
-        self._clock = clock
-        self._renewed = clock()
+    _registration: HostRegistration
+    partition: RunKey
+    _version: int
+    _use: str
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._renewed = self._clock()
+
+    @property
+    def run_id(self) -> str:
+        return self.partition[0]
 
     def lineage(self) -> Lineage:
         """Begin the lease; return the files. Raises the errors of the coordinator."""
-        coordinator = self._registration.coordinator
-        lineage = self._registration.call_about(
-            self.run_id, lambda: coordinator.lineage(*self._partition, self._version, self._use)
-        )
+        ask = partial(self._registration.coordinator.lineage, *self.partition, self._version, self._use)
+        lineage = self._registration.call(self.run_id, ask, for_reader=True)
         self._renewed = self._clock()
         return lineage
 
@@ -313,14 +308,14 @@ class FileLease:
             return
         self._renewed = self._clock()
         try:
-            if not self._registration.coordinator.renew_files(*self._partition, self._use):
+            if not self._registration.coordinator.renew_files(*self.partition, self._use):
                 self.lineage()  # a restarted coordinator does not know the load
         except STATESTORE_ERRORS as error:
             log.warning(
                 "Could not report to the coordinator that version %d of %s is still being loaded; "
                 "retrying in %.0f s: %s",
                 self._version,
-                self._partition,
+                self.partition,
                 FILES_RENEW_SECONDS,
                 error,
             )
@@ -334,7 +329,7 @@ class FileLease:
         if not self.is_due:
             return True
         begun = self._clock()
-        is_held = self._registration.coordinator.renew_files(*self._partition, self._use)
+        is_held = self._registration.coordinator.renew_files(*self.partition, self._use)
         if is_held:
             self._renewed = begun
         return is_held
@@ -342,6 +337,6 @@ class FileLease:
     def end(self) -> None:
         """End the lease. A failure is logged, since the lease runs out by itself."""
         try:
-            self._registration.coordinator.release_files(*self._partition, self._use)
+            self._registration.coordinator.release_files(*self.partition, self._use)
         except STATESTORE_ERRORS as error:
-            log.info("Could not report to the coordinator that the load of %s is over: %s", self._partition, error)
+            log.info("Could not report to the coordinator that the load of %s is over: %s", self.partition, error)

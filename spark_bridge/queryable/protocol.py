@@ -403,6 +403,10 @@ class StateAnswer:
     schema: pa.Schema
     batches: Iterator[pa.RecordBatch]
 
+    def read(self) -> pa.RecordBatch | None:
+        """Return the next rows; None at the end."""
+        return next(self.batches, None)
+
     def close(self) -> None:
         """End the answer early and release what it holds; nothing happens if it has ended."""
         close = getattr(self.batches, "close", None)
@@ -481,6 +485,16 @@ class StateReads(Protocol):
     def lag_ms(self, run_id: str) -> int:
         """Return how many ms ago storage was last looked at, for a run that follows a query and is late; else 0."""
 
+    def operators(self) -> list[dict[str, Any]]:
+        """Return the operators of all running queries, ready for JSON."""
+
+    def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
+        """Return the description of this host's partitions, of one operator or of all, ready for JSON."""
+
+
+class OwnReads(StateReads, Protocol):
+    """``StateReads`` of one host, or of a checkpoint, of which the answers for feature views are made."""
+
     def age_ms(self, run_id: str, version: int) -> int | None:
         """Return how long ago a version was prepared; of a mirror, or a late follower, at least its lag.
 
@@ -492,12 +506,6 @@ class StateReads(Protocol):
 
     def feature_views(self) -> Sequence[RunningView]:
         """Return the feature views of all running queries."""
-
-    def operators(self) -> list[dict[str, Any]]:
-        """Return the operators of all running queries, ready for JSON."""
-
-    def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
-        """Return the description of this host's partitions, of one operator or of all, ready for JSON."""
 
 
 class ServedReads(StateReads, Protocol):
@@ -633,8 +641,8 @@ def unpack_one(body: memoryview | bytes) -> bytes | None:
 # in a client, the functions do nothing.
 
 
-class RequestContext(Protocol):
-    """Controls the work on a request. Every method may raise an error, which ends the request."""
+class RequestContext:
+    """Controls the work on a request. Every method may raise an error, which ends the request; here none does."""
 
     def raise_if_cancelled(self) -> None:
         """Raise if the deadline is over, the client has left, or its token no longer allows the request."""
@@ -647,7 +655,7 @@ class RequestContext(Protocol):
 
 
 class _OfThread(threading.local):
-    context: RequestContext | None = None
+    context = RequestContext()
 
 
 _of_thread = _OfThread()
@@ -665,20 +673,14 @@ def active_context(context: RequestContext) -> Iterator[None]:
 
 def raise_if_cancelled() -> None:
     """Raise the context's error if the answer is no longer wanted. Long work calls this between pieces; it is cheap."""
-    context = _of_thread.context
-    if context is not None:
-        context.raise_if_cancelled()
+    _of_thread.context.raise_if_cancelled()
 
 
 def before_slow_work() -> None:
     """Announce work that may take long. Raises the context's error, as ``TooManyRequestsError``."""
-    context = _of_thread.context
-    if context is not None:
-        context.before_slow_work()
+    _of_thread.context.before_slow_work()
 
 
 def reserve_memory(nbytes: int) -> None:
     """Reserve memory for a part of an answer, before more is read. Raises the context's ``RequestLimitError``."""
-    context = _of_thread.context
-    if context is not None:
-        context.reserve_memory(nbytes)
+    _of_thread.context.reserve_memory(nbytes)

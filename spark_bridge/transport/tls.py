@@ -6,7 +6,6 @@ Only paths are sent, in Spark's local properties and to Ray actors. Keys are rea
 from __future__ import annotations
 
 import os
-import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,29 +160,16 @@ class _ClientContext(ssl.SSLContext):
 
     server_name: str | None = None
 
-    def wrap_socket(
-        self,
-        sock: socket.socket,
-        server_side: bool = False,
-        do_handshake_on_connect: bool = True,
-        suppress_ragged_eofs: bool = True,
-        server_hostname: str | bytes | None = None,
-        session: ssl.SSLSession | None = None,
-    ) -> ssl.SSLSocket:
-        """Do as ``ssl.SSLContext`` does."""
-        name = self.server_name or server_hostname
-        return super().wrap_socket(sock, server_side, do_handshake_on_connect, suppress_ragged_eofs, name, session)
+    def wrap_socket(self, *args: Any, **options: Any) -> ssl.SSLSocket:
+        """Do as ``ssl.SSLContext`` does; ``server_hostname`` must be given by name."""
+        return super().wrap_socket(*args, **self._with_name(options))
 
-    def wrap_bio(
-        self,
-        incoming: ssl.MemoryBIO,
-        outgoing: ssl.MemoryBIO,
-        server_side: bool = False,
-        server_hostname: str | bytes | None = None,
-        session: ssl.SSLSession | None = None,
-    ) -> ssl.SSLObject:
-        """Do as ``ssl.SSLContext`` does; asyncio calls this method."""
-        return super().wrap_bio(incoming, outgoing, server_side, self.server_name or server_hostname, session)
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        """Do as ``wrap_socket``; asyncio calls this method."""
+        return super().wrap_bio(*args, **self._with_name(options))
+
+    def _with_name(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {**options, "server_hostname": self.server_name} if self.server_name else options
 
 
 def refusal(address: str, error: ssl.SSLError) -> TlsError | None:

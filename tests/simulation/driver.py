@@ -74,8 +74,7 @@ class HostClient:
 
     def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
         """Values of keys."""
-        asked = (command.run_id, command.operator, command.partition, command.version, keys)
-        return self._run("get_many", lambda host: host.reads.get_many(*asked))
+        return self._run("get_many", lambda host: host.reads.get_many(command, keys))
 
     def open_and_get(
         self, task: TaskIdentity, keys: pa.BinaryArray, column_family: str
@@ -86,9 +85,8 @@ class HostClient:
             opened: OpenReply = host.open(task)
             if not opened.is_open:
                 return opened, pa.nulls(0, pa.binary())
-            return opened, host.reads.get_many(
-                task.run_id, task.operator, task.partition, task.batch_id, keys, column_family
-            )
+            command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
+            return opened, host.reads.get_many(command, keys)
 
         answer: tuple[OpenReply, pa.BinaryArray] = self._run("open_and_get", work)
         return answer

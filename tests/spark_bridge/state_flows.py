@@ -25,7 +25,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.stateful.process_task import ProcessorState
 from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.state_task import Logic
-from spark_bridge.transport.protocol import ScanCommand, TaskIdentity
+from spark_bridge.transport.protocol import GetCommand, ScanCommand, TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
 from tests.spark_bridge.host.host_steps import opened
 
@@ -48,7 +48,8 @@ class HostAccess:
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = "default") -> pa.BinaryArray:
         task = self._task
-        return self._host.reads.get_many(task.run_id, task.operator, task.partition, task.batch_id, keys, column_family)
+        command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
+        return self._host.reads.get_many(command, keys)
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = "default", limit: int | None = None

@@ -22,7 +22,8 @@ from coordinator_actor.exceptions import CoordinatorError, QueryEndedError
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
 from spark_bridge.host.host import Host
 from spark_bridge.host.instances import Instance, RunKey
-from spark_bridge.host.partition_loader import version_key
+from spark_bridge.host.partition_cache import Kind
+from spark_bridge.host.partition_loader import StoredPartition
 from spark_bridge.host.registration import CompletedVersion
 from spark_bridge.queryable.protocol import At, before_slow_work
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
@@ -35,6 +36,9 @@ _PAUSE_SECONDS = 0.005
 REFUSED_SECONDS = 0.1
 """TTL of a cached answer that another host owns a partition, in seconds."""
 MAX_REFUSED = 1 << 14
+ASK_COORDINATOR_SECONDS = 1.0
+"""Seconds between two questions to the coordinator while a request waits for a version of a run."""
+_BRIEFLY_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,17 @@ class PartitionView:
 
 
 class VersionedReader:
-    """Reads partitions at the version that a request asks for.
+    """Reads partitions at the version that a request asks for, and waits for completed versions.
 
     Thread-safe; the lock guards changes of the cached refusals. Partitions that are not loaded are loaded in the
-    background: no request waits for a load longer than ``wait_seconds``.
+    background: no request waits for a load longer than ``wait_seconds``. ``on_ended`` is called with a run that proves
+    to be over while a request waits for a version of it.
     """
 
-    def __init__(self, host: Host, wait_seconds: float = MAX_WAIT_SECONDS) -> None:
+    def __init__(self, host: Host, wait_seconds: float, on_ended: Callable[[str], None]) -> None:
         self._host = host
         self.wait_seconds = wait_seconds
+        self._on_ended = on_ended
         self._refused: BoundedDict[RunKey, tuple[float, str]] = BoundedDict(MAX_REFUSED)
         self._lock = threading.Lock()
 
@@ -269,11 +275,10 @@ class VersionedReader:
                 if at.held_only:
                     raise StateVersionError(str(error)) from error
                 break
-        if not self._host.cache.has_version(version_key(plan.registration, plan.spec, partition, at.version)):
+        stored = StoredPartition(plan.registration, plan.spec, partition, at.version)
+        if not self._host.cache.has_version(stored.key(Kind.VERSION)):
             before_slow_work()
-        copy = keep.enter_context(
-            self._host.loader.pinned_version(plan.registration, plan.spec, partition, at.version, self.wait_seconds)
-        )
+        copy = keep.enter_context(self._host.loader.pinned_version(stored, self.wait_seconds))
         return read(PartitionView(partition, copy.reads, at.version, None))
 
     # -- loading -------------------------------------------------------------------------------
@@ -313,41 +318,15 @@ class VersionedReader:
                 if not instance.state.wait_loaded(self.wait_seconds):
                     raise self._host.loads.unavailable(what)
 
-
-def _name(run_id: str, operator: str, partition: int) -> str:
-    return f"Partition {partition} of operator {operator!r} (run {run_id})"
-
-
-# Waiting for the completion of a version, also in a host that gets no messages about the run.
-
-
-ASK_COORDINATOR_SECONDS = 1.0
-"""Seconds between two questions to the coordinator while a request waits for a version of a run."""
-_BRIEFLY_SECONDS = 0.001
-MAX_ASKED_RUNS = 1000
-
-
-class CompletionWait:
-    """Waits for completed versions. Thread-safe; the lock guards the times when the coordinator was asked.
-
-    ``wait_seconds``: how long the coordinator may take for its first answer about a run. ``on_ended`` is called with a
-    run that proves to be over.
-    """
-
-    def __init__(self, host: Host, wait_seconds: float, on_ended: Callable[[str], None]) -> None:
-        self._host = host
-        self._wait_seconds = wait_seconds
-        self._on_ended = on_ended
-        self._asked_at: BoundedDict[str, float] = BoundedDict(MAX_ASKED_RUNS)
-        self._lock = threading.Lock()
+    # -- waiting for the completion of a version -----------------------------------------------
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
         """See ``StateReads``. Raises ``RetiredRunError`` if the run ends during the wait."""
         deadline = time.monotonic() + seconds
-        self._host.prepared.settle(run_id, self._wait_seconds)
+        self._host.prepared.settle(run_id, self.wait_seconds)
         newest = self._host.completed.newest(run_id)
         if newest is None:
-            newest = self._host.version_requests.completed_version(run_id, 0, self._wait_seconds)
+            newest = self._host.version_requests.completed_version(run_id, 0, self.wait_seconds)
         while newest is None or newest.version <= after:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -364,14 +343,16 @@ class CompletionWait:
 
         If this host holds nothing of the run, it gets no messages about the run's versions, nor about its end.
         """
-        newest, now = self._host.completed.newest(run_id), time.monotonic()
-        with self._lock:
-            if newest is not None and now - self._asked_at.get(run_id, 0.0) < ASK_COORDINATOR_SECONDS / 2:
-                return newest
-            self._asked_at[run_id] = now
+        newest, requests = self._host.completed.newest(run_id), self._host.version_requests
+        if newest is not None and time.monotonic() - requests.asked_at(run_id) < ASK_COORDINATOR_SECONDS / 2:
+            return newest
         try:
-            return self._host.version_requests.completed_version(run_id, after + 1, _BRIEFLY_SECONDS)
+            return requests.completed_version(run_id, after + 1, _BRIEFLY_SECONDS)
         except CoordinatorError:
             self._host.completed.forget(run_id)  # so that the other waiting threads find out, too
             self._on_ended(run_id)
             raise
+
+
+def _name(run_id: str, operator: str, partition: int) -> str:
+    return f"Partition {partition} of operator {operator!r} (run {run_id})"

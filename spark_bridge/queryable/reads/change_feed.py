@@ -185,6 +185,7 @@ class RunManifests:
         # A run claims its epoch before it writes manifests: without a later claim, no manifest is another run's.
         if newest is not None and newest.run_id != plan.run_id:
             self.drop(plan.run_id)
+            self._host.cache.drop_copies(plan.run_id)
             raise RetiredRunError(
                 f"Run {plan.run_id} of operator {plan.operator!r} has been replaced by run {newest.run_id}: locate "
                 "it again."
@@ -258,7 +259,7 @@ class ChangeFeed:
         rows = VariableRows(plan.schema, variable)
         changes = VariableChanges(rows)
         try:
-            versions = self._versions(plan, completed.version)
+            versions = self._manifests.versions(plan, completed.version)
             if previous_run not in ("", plan.run_id):
                 require_same_history(plan.operator, versions, after, previous_run)
             pieces = versions.reading_of_changes(plan.operator, after, until).pieces
@@ -272,19 +273,12 @@ class ChangeFeed:
 
     def require_same_history(self, plan: OperatorPlan, completed: int, version: int, previous_run: str) -> None:
         """Raise ``StateVersionError`` unless ``previous_run`` gave rows of ``version`` (``completed`` or before)."""
-        versions = self._versions(plan, completed)
+        versions = self._manifests.versions(plan, completed)
         try:
             versions.resolve(version)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
         require_same_history(plan.operator, versions, version, previous_run)
-
-    def _versions(self, plan: OperatorPlan, completed: int) -> StateVersions:
-        try:
-            return self._manifests.versions(plan, completed)
-        except RetiredRunError:
-            self._host.cache.drop_copies(plan.run_id)
-            raise
 
     def _piece(
         self, plan: OperatorPlan, rows: VariableRows, piece: Piece, wanted: GroupingKeyFilter | None, keep: ExitStack

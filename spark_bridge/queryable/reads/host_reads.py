@@ -17,7 +17,7 @@ from coordinator_actor.messages import LocatedView, RunningView
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
-from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, CompletionWait, PartitionView, VersionedReader
+from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, PartitionView, VersionedReader
 from spark_bridge.queryable.reads.change_feed import ChangeFeed
 from spark_bridge.queryable.reads.key_reads import one_value, require_retained, rolled_value
 from spark_bridge.queryable.reads.operator_plan import OperatorDirectory, OperatorPlan
@@ -47,12 +47,12 @@ class HostReads(PartitionedReads):
     ) -> None:
         super().__init__(now_ms)
         self._host = host
-        self._reader = VersionedReader(host, wait_seconds)
         # The clock is read at each call, not when the modules are imported: the simulation replaces it.
         self._changes = ChangeFeed(host, wait_seconds, time.monotonic)
         self._directory = directory = OperatorDirectory(host)
         self.locate, self.operators, self.describe = directory.locate, directory.operators, directory.describe
-        self.await_completed = CompletionWait(host, wait_seconds, directory.forget).await_completed
+        self._reader = VersionedReader(host, wait_seconds, directory.forget)
+        self.await_completed = self._reader.await_completed
         self._plans: BoundedDict[tuple[str, str], OperatorPlan] = BoundedDict(MAX_PLANS)
         self._plans_lock = threading.Lock()
         self._locating = threading.Semaphore(LOCATES_AT_ONCE)

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import binary_array, binary_content, even_rows, gather_fixed, gather_ranges
 from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KEY_GROUP_BYTES
-from backends.encoding.operator_schema import ROLLING_KIND, TIMERS, OperatorSchema, StateVariable
+from backends.encoding.operator_schema import ROLLING_KIND, OperatorSchema, StateVariable
 from backends.host_memory import BoundedDict
 from coordinator_actor.exceptions import listed_names
 from coordinator_actor.messages import OperatorLocation, OperatorSpec, QueryRegistration, RunningOperator
@@ -25,6 +24,7 @@ from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.aggregates.rolling import Horizon
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
 from spark_bridge.host.host import Host
+from spark_bridge.queryable.routing.scatter_gather import chosen_variables
 from spark_bridge.state_format.layouts import ROLLED_FAMILY, TILES_FAMILY, window_place
 from spark_bridge.state_format.stored_rows import VariableRows
 
@@ -84,17 +84,13 @@ class OperatorPlan:
         None means the operator's own rows, or the only variable apart from timers. Raises ``UnknownKvStateIdError``
         naming the state variables that there are.
         """
+        candidates = chosen_variables(self.variables, name)
+        if len(candidates) == 1:
+            return candidates[0]
         if name is None:
-            own = [v for v in self.variables if v.name == DEFAULT_FAMILY]
-            candidates = own or [v for v in self.variables if v.kind != TIMERS] or list(self.variables)
-            if len(candidates) == 1:
-                return candidates[0]
             raise UnknownKvStateIdError(
                 f"Operator {self.operator!r} needs state=, one of its state variables: {self._variable_names()}."
             )
-        for variable in self.variables:
-            if variable.name == name:
-                return variable
         raise UnknownKvStateIdError(
             f"Operator {self.operator!r} has no state variable {name!r}; there are {self._variable_names()}."
         )

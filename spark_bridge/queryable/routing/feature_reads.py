@@ -317,7 +317,7 @@ class FeatureReads:
     up again; requests with a known revision do not wait for it.
     """
 
-    _reads: protocol.StateReads
+    _reads: protocol.OwnReads
     _router: StateRouter
     _location: Callable[[str, str], OperatorLocation]
     _known: dict[str, _KnownView] = field(default_factory=dict)

@@ -122,10 +122,12 @@ class SeenVersions:
             self._versions[run_id] = version
 
     def floor(self, run_id: str, at: protocol.At) -> protocol.At:
-        """Return ``at`` (isolation ``completed``), raised so that the answer is not older than the version seen.
+        """Return ``at`` such that the answer is not older than the version seen. It only matters for ``completed``.
 
         With ``staleness`` it may be that much older.
         """
+        if at.isolation != "completed":
+            return at
         seen = self._versions.get(run_id, 0) - at.staleness
         return at if at.version >= seen else replace(at, version=seen)
 
@@ -187,8 +189,7 @@ class VersionAlignment:
         for.
         """
         is_completed = at.isolation == "completed"
-        if is_completed:
-            at = self._seen.floor(run_id, at)
+        at = self._seen.floor(run_id, at)
         try:
             answers = self._answers(requests, at, deadline)
             versions = [version for version, _ in answers]
@@ -366,7 +367,6 @@ class StateRouter:
         table = self._table(location)
         run_id = location.run_id
         deadline = min(deadline, self._clock() + SMALL_LOOKUP_SECONDS)
-        is_completed = at.isolation == "completed"
         address = table.address_of(key) if self._via is None else self._proxy()
         value: bytes | None
         if at.staleness:
@@ -374,8 +374,7 @@ class StateRouter:
             of_key = ScatteredKey(address, key, location, family, self._forward, copies)
             version, (value,) = self._hosts.answers(run_id, [of_key], at, deadline)
             return version, value
-        if is_completed:
-            at = self.seen.floor(run_id, at)
+        at = self.seen.floor(run_id, at)
         request = protocol.LookupRequest(run_id, location.operator.name, at, family, self._forward)
         try:
             if self._local is not None and address == self._local_address:
@@ -386,7 +385,7 @@ class StateRouter:
                 value = protocol.unpack_one(body)
         except exceptions.StateVersionError as error:
             raise retryable(at, error) from error
-        if is_completed:
+        if at.isolation == "completed":
             self.seen.note(run_id, version)
         return version, value
 
@@ -400,21 +399,11 @@ class StateRouter:
         """
         if not len(keys):
             return at.version if at.isolation == "version" else self.seen.get(location.run_id), joined_values([])
+        lookups = [(location, family)]
         version, answers = read_in_chunks(
-            list(key_chunks(keys)), at, lambda chunk, at: self._lookup_chunk(location, family, chunk, at, deadline)
+            list(key_chunks(keys)), at, lambda chunk, at: self.lookup_together(lookups, chunk, at, deadline)
         )
-        return version, joined_values(answers)
-
-    def _lookup_chunk(
-        self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: protocol.At, deadline: float
-    ) -> tuple[int, pa.BinaryArray]:
-        shares = self._shares(location, keys)
-        copies = self._copies(location, at)
-        requests = [ScatteredLookup(share, location, family, self._forward, copies=copies) for share in shares]
-        version, values = self._hosts.answers(location.run_id, requests, at, self._earlier(deadline, keys))
-        if len(values) == 1:
-            return version, values[0]
-        return version, joined_values(values, [share.positions for share in shares if share.positions is not None])
+        return version, joined_values([values for (values,) in answers])
 
     def lookup_together(
         self, lookups: Sequence[tuple[OperatorLocation, str]], keys: pa.BinaryArray, at: protocol.At, deadline: float
@@ -426,7 +415,7 @@ class StateRouter:
         run_id = lookups[0][0].run_id
         shares = [self._shares(location, keys) for location, _ in lookups]
         requests = [
-            ScatteredLookup(share, location, family, self._forward)
+            ScatteredLookup(share, location, family, self._forward, copies=self._copies(location, at))
             for (location, family), of_operator in zip(lookups, shares, strict=True)
             for share in of_operator
         ]
@@ -443,7 +432,6 @@ class StateRouter:
     ) -> tuple[int, list[list[bytes | None]]]:
         """Return the result of ``lookup_together`` as lists; fast if this process has the keys in all operators."""
         run_id, local = lookups[0][0].run_id, self._local
-        is_completed = at.isolation == "completed"
         # Rolling aggregates of several keys are merged by columns.
         is_short = len(keys) == 1 or all(family != layouts.ROLLED_FAMILY for _, family in lookups)
         if (
@@ -453,7 +441,7 @@ class StateRouter:
                 self._table(location).address_of(key) == self._local_address for location, _ in lookups for key in keys
             )
         ):
-            asked = self.seen.floor(run_id, at) if is_completed else at
+            asked = self.seen.floor(run_id, at)
             requests = [
                 protocol.LookupRequest(run_id, location.operator.name, asked, family) for location, family in lookups
             ]
@@ -464,7 +452,7 @@ class StateRouter:
             versions = {version for of_operator in answers for version, _ in of_operator}
             if len(versions) == 1:
                 (version,) = versions
-                if is_completed:
+                if at.isolation == "completed":
                     self.seen.note(run_id, version)
                 return version, [[value for _, value in of_operator] for of_operator in answers]
         version, values = self.lookup_together(lookups, pa.array(keys, pa.binary()), at, deadline)
@@ -595,14 +583,13 @@ class StateRouter:
         shares = self._scan_shares(location, request.partitions, in_order)
         if not shares:
             raise exceptions.RequestError("A scan of no partitions was asked for; partitions= must name one at least.")
-        request = replace(request, run_id=location.run_id, forward=self._forward)
         asked = request.at
         is_completed = asked.isolation == "completed"
-        if is_completed:
-            request = replace(request, at=self.seen.floor(location.run_id, asked))
-            if len(shares) > 1:
-                version = self._completed_now(location, request, shares, deadline)
-                request = replace(request, at=replace(asked, isolation="version", version=version))
+        at = self.seen.floor(location.run_id, asked)
+        request = replace(request, run_id=location.run_id, forward=self._forward, at=at)
+        if is_completed and len(shares) > 1:
+            version = self._completed_now(location, request, shares, deadline)
+            request = replace(request, at=replace(asked, isolation="version", version=version))
         plan = ScanPlan(
             request=request,
             location=location,

@@ -20,7 +20,7 @@ from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvExchange
-from spark_bridge.queryable.routing.scatter_gather import MOVED, Attempts, expected, should_locate
+from spark_bridge.queryable.routing.scatter_gather import MOVED, Attempts, RemoteRows, should_locate
 
 # Sources of the rows of a routed scan: a stream of another host, or an iterator of this process.
 
@@ -29,77 +29,12 @@ PendingScan: TypeAlias = KvExchange | Callable[[], protocol.StateAnswer]
 """A scan that a server has been asked for; or a function that begins the scan in this process."""
 
 
-class RemoteRows:
-    """Rows that come over a connection. The constructor waits for the first frame, with version and schema."""
-
-    def __init__(self, stream: KvExchange) -> None:
-        self.stream = stream
-        self._decoder = protocol.RowBatchDecoder()
-        self._first: pa.RecordBatch | None = None
-        self.version = 0
-        self._is_over = False
-        self._first = self._next()
-        if self._decoder.schema is None:
-            stream.close()
-            raise ConnectionClosedError(f"{stream.address} answered rows without a schema.")
-        self.schema: pa.Schema = self._decoder.schema
-
-    def read(self) -> pa.RecordBatch | None:
-        """Wait for the next rows; None at the end."""
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return None if self._is_over else self._next()
-
-    def _next(self) -> pa.RecordBatch | None:
-        while True:
-            reply, body = next(self.stream)
-            if type(reply) is protocol.EndOfRows:
-                self._is_over = True
-                self.version = reply.version
-                return None
-            try:
-                self.version = expected(reply, protocol.RowsReply, self.stream.address).version
-                batch = self._decoder.decode(body)
-            except ConnectionClosedError:
-                self.stream.close()
-                raise
-            if batch is not None:
-                return batch
-
-    @property
-    def has_buffered(self) -> bool:
-        """Whether ``read`` has something that ``poll`` would not see."""
-        return self._first is not None or self._is_over or self.stream.has_buffered()
-
-    def close(self) -> None:
-        self.stream.close()
-
-
-class LocalRows:
-    """The rows that an iterator of this process yields."""
-
-    def __init__(self, version: int, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-        self.version = version
-        self.schema = schema
-        self._answer = protocol.StateAnswer(version, schema, batches)
-
-    def read(self) -> pa.RecordBatch | None:
-        return next(self._answer.batches, None)
-
-    def close(self) -> None:
-        self._answer.close()
-
-
-ScanSource: TypeAlias = RemoteRows | LocalRows
+ScanSource: TypeAlias = RemoteRows | protocol.StateAnswer
 
 
 def scan_source(pending: PendingScan) -> ScanSource:
     """Wait until a scan that has been asked for begins, and return its rows."""
-    if isinstance(pending, KvExchange):
-        return RemoteRows(pending)
-    answer = pending()
-    return LocalRows(answer.version, answer.schema, answer.batches)
+    return RemoteRows(pending) if isinstance(pending, KvExchange) else pending()
 
 
 # The rest of a scan whose stream has broken, partition by partition, from the hosts that own the partitions now.
@@ -307,14 +242,18 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                 stream.source.close()
                 resumption = ScanResumption(self._plan, self.version, relocate)
                 rest = resumption.rows(stream.partitions, stream.num_rows, error)
-                stream.source = LocalRows(self.version, self.schema, rest)
+                stream.source = protocol.StateAnswer(self.version, self.schema, rest)
                 stream.is_resumed = True
                 continue
             if batch is None:
                 self._streams.remove(stream)
                 continue
             if not batch.num_rows:
-                self._check_cancelled()
+                try:
+                    protocol.raise_if_cancelled()  # by the client of the proxy that reads
+                except BaseException:
+                    self.close()
+                    raise
                 continue
             stream.num_rows += batch.num_rows
             if self._left is not None:
@@ -323,14 +262,6 @@ class RoutedScan(Iterator[pa.RecordBatch]):
             return batch
         self.close()
         raise StopIteration
-
-    def _check_cancelled(self) -> None:
-        """Raise if this is a proxy's scan, and the proxy's client no longer wants the rows."""
-        try:
-            protocol.raise_if_cancelled()
-        except BaseException:
-            self.close()
-            raise
 
     def _next_stream(self) -> _Stream:
         """Return a stream that has something to read; the streams take turns."""
@@ -341,7 +272,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
         ready: list[_Stream] = []
         for stream in streams:
             source = stream.source
-            if isinstance(source, LocalRows) or source.has_buffered:
+            if isinstance(source, protocol.StateAnswer) or source.has_buffered:
                 ready.append(stream)
             else:
                 waiting[source.stream.fileno()] = stream

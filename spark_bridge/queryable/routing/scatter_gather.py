@@ -19,13 +19,7 @@ from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import Records, binary_content, even_array, even_rows
 from backends.encoding.keys import KEY_GROUP_BYTES
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
-from coordinator_actor.exceptions import (
-    QueryBusyError,
-    RetiredRunError,
-    StaleOwnerError,
-    UnknownHostError,
-    UnknownRunError,
-)
+from coordinator_actor import exceptions as coordinator_errors
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
@@ -203,10 +197,14 @@ def is_stable(schema: str, state: str | None) -> bool:
 
 def variables_of(schema: str, state: str | None) -> list[StateVariable]:
     """Return the variables among which a host chooses (``OperatorPlan.variable``); none if the schema is not known."""
-    variables = list(OperatorSchema.from_json(schema).in_use) if schema else []
+    return chosen_variables(OperatorSchema.from_json(schema).in_use, state) if schema else []
+
+
+def chosen_variables(variables: Sequence[StateVariable], state: str | None) -> list[StateVariable]:
+    """Return the variables of a name. None means the operator's own rows, else all apart from timers, else all."""
     if state is None:
         own = [v for v in variables if v.name == DEFAULT_FAMILY]
-        return own or [v for v in variables if v.kind != TIMERS] or variables
+        return own or [v for v in variables if v.kind != TIMERS] or list(variables)
     return [v for v in variables if v.name == state]
 
 
@@ -330,6 +328,53 @@ class ScatteredKey:
         return reads.lookup_one(self._request(at), self.key)
 
 
+class RemoteRows:
+    """Rows that come over a connection. The constructor waits for the first frame, with version and schema."""
+
+    def __init__(self, stream: KvExchange) -> None:
+        self.stream = stream
+        self._decoder = protocol.RowBatchDecoder()
+        self._first: pa.RecordBatch | None = None
+        self.version = 0
+        self._is_over = False
+        self._first = self._next()
+        if self._decoder.schema is None:
+            stream.close()
+            raise exceptions.ConnectionClosedError(f"{stream.address} answered rows without a schema.")
+        self.schema: pa.Schema = self._decoder.schema
+
+    def read(self) -> pa.RecordBatch | None:
+        """Wait for the next rows; None at the end."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        return None if self._is_over else self._next()
+
+    def _next(self) -> pa.RecordBatch | None:
+        while True:
+            reply, body = next(self.stream)
+            if type(reply) is protocol.EndOfRows:
+                self._is_over = True
+                self.version = reply.version
+                return None
+            try:
+                self.version = expected(reply, protocol.RowsReply, self.stream.address).version
+                batch = self._decoder.decode(body)
+            except exceptions.ConnectionClosedError:
+                self.stream.close()
+                raise
+            if batch is not None:
+                return batch
+
+    @property
+    def has_buffered(self) -> bool:
+        """Whether ``read`` has something that ``poll`` would not see."""
+        return self._first is not None or self._is_over or self.stream.has_buffered()
+
+    def close(self) -> None:
+        self.stream.close()
+
+
 @dataclass(frozen=True)
 class ScatteredKeyRows(_OfShare):
     """Ask one host for the rows of some grouping keys: for their schema and batches."""
@@ -340,20 +385,12 @@ class ScatteredKeyRows(_OfShare):
         return replace(self.request, at=at), protocol.pack_bytes(self.share.keys)
 
     def receive(self, exchange: KvExchange) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
-        decoder = protocol.RowBatchDecoder()
+        rows = RemoteRows(exchange)
         batches = []
-        version = 0
-        for reply, body in exchange:
-            if isinstance(reply, protocol.EndOfRows):
-                version = reply.version
-            else:
-                version = expected(reply, protocol.RowsReply, exchange.address).version
-                batch = decoder.decode(body)
-                if batch is not None and batch.num_rows:
-                    batches.append(batch)
-        if decoder.schema is None:
-            raise exceptions.ConnectionClosedError(f"{exchange.address} answered rows without a schema.")
-        return version, (decoder.schema, batches)
+        while (batch := rows.read()) is not None:
+            if batch.num_rows:
+                batches.append(batch)
+        return rows.version, (rows.schema, batches)
 
     def read(self, reads: protocol.StateReads, at: protocol.At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
         answer = reads.key_rows(replace(self.request, at=at), self.share.keys)
@@ -447,14 +484,14 @@ MOVED = (
     exceptions.HostUnavailableError,
     exceptions.NotOwnerError,
     OSError,
-    RetiredRunError,
-    StaleOwnerError,
-    UnknownHostError,
+    coordinator_errors.RetiredRunError,
+    coordinator_errors.StaleOwnerError,
+    coordinator_errors.UnknownHostError,
     exceptions.UnknownKvStateKeyGroupLocationError,
-    UnknownRunError,
+    coordinator_errors.UnknownRunError,
 )
 """Errors after which a new look-up may help: a host has moved or died, query or coordinator were restarted."""
-BUSY = (QueryBusyError, exceptions.TooManyRequestsError)
+BUSY = (coordinator_errors.QueryBusyError, exceptions.TooManyRequestsError)
 """Errors that pass with time: no partition has moved, and the host accepts no more requests for the moment."""
 PERMANENT = (exceptions.AccessDeniedError, exceptions.QueryTimeoutError, exceptions.WrongOperatorError)
 """Errors that no attempt helps, though their base classes may pass."""

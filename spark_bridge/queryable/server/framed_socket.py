@@ -15,7 +15,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from spark_bridge.exceptions import STATESTORE_ERRORS, RequestError, RequestLimi
 from spark_bridge.queryable.protocol import FRAME_PREFIX, MAX_HEADER_BYTES, Failure, frame
 from spark_bridge.queryable.server.limits import AdmissionLimiter, seconds_left
 from spark_bridge.transport.tls import NO_TLS
-
-if TYPE_CHECKING:
-    from spark_bridge.queryable.server.tokens import Grant, TokenVerifier
 
 RECEIVE_BUFFER_BYTES = 1 << 16
 """The most bytes that one ``recv`` returns, usually whole frames. A larger frame gets its own memory."""
@@ -46,7 +43,7 @@ class IdleClientError(ClientGoneError):
 
 
 class FramedSocket:
-    """Frames over a connected socket, for one thread; other threads may only call ``wake``.
+    """Frames over a connected socket, for one thread; others may only shut the socket down.
 
     ``buffered`` limits the bytes of all large frames in this process; a frame waits ``wait_seconds`` for its share.
     """
@@ -225,12 +222,6 @@ class FramedSocket:
             while max_bytes > 0:
                 max_bytes -= self._receive_by(self._buffer, deadline)
 
-    def wake(self) -> None:
-        """End every wait of the connection's thread; from any thread."""
-        with contextlib.suppress(OSError):
-            # Not the method of SSLSocket, which would remove the encryption while the thread uses it.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
     def close(self) -> None:
         if self._reserved:
             self._give_back()
@@ -246,44 +237,6 @@ class FramedSocket:
     def _set_time(self, option: int, seconds: float) -> None:
         whole = int(seconds)
         self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMES.pack(whole, int((seconds - whole) * 1e6)))
-
-
-# The client of a connection: whether its token still allows requests, and whether the client is still there.
-
-
-TOKEN_SECONDS = 1.0
-"""A token checked longer ago is checked again: a revoked one ends its connections by the next request or rows."""
-
-
-class ClientSession:
-    """The session of one client. For the thread of its connection. Times are of ``time.monotonic``."""
-
-    def __init__(self, frames: FramedSocket, tokens: TokenVerifier) -> None:
-        self._frames = frames
-        self._tokens = tokens
-        self._token = ""
-        self._checked_at = 0.0
-
-    def authenticate(self, token: str, now: float) -> Grant:
-        """Check the client's token, and keep it; return its rights. Raises ``AccessDeniedError``."""
-        self._token = token
-        return self._verify(now)
-
-    def check_token(self, now: float) -> None:
-        """Check the token again if the last check is ``TOKEN_SECONDS`` old. Raises ``AccessDeniedError``."""
-        if now - self._checked_at > TOKEN_SECONDS:
-            self._verify(now)
-
-    def _verify(self, now: float) -> Grant:
-        grant = self._tokens.verify(self._token)
-        self._checked_at = now
-        return grant
-
-    def check_client(self, now: float) -> None:
-        """Raise ``ClientGoneError`` if the client has left, ``AccessDeniedError`` if its token is no longer valid."""
-        if self._frames.is_closed_by_client():
-            raise ClientGoneError("The client has left.")
-        self.check_token(now)
 
 
 # Errors on their way to a client.

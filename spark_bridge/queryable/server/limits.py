@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import TooManyRequestsError
@@ -112,7 +112,7 @@ class AdmissionLimiter:
                 return
             if amount > self.amount or len(self._waiting) >= MAX_QUEUE:
                 raise self._refusal(wait_seconds=0.0, amount=amount)
-            waiter = _Waiter(amount)
+            waiter = _Waiter(amount, threading.Event())
             self._waiting.append(waiter)
         if waiter.admitted.wait(wait_seconds):
             return
@@ -156,12 +156,9 @@ class AdmissionLimiter:
         )
 
 
-class _Waiter:
-    __slots__ = ("admitted", "amount")
-
-    def __init__(self, amount: int) -> None:
-        self.amount = amount
-        self.admitted = threading.Event()
+class _Waiter(NamedTuple):
+    amount: int
+    admitted: threading.Event
 
 
 class ComputeSlot:
@@ -266,15 +263,8 @@ class LatencyHistogram:
         """Return the seconds that the shares ``QUANTILES`` of requests did not exceed; 0.0 without requests."""
         if not self.total:
             return [0.0] * len(QUANTILES)
-        seconds: list[float] = []
-        seen = 0
-        for bucket, count in enumerate(self.counts):
-            seen += count
-            while len(seconds) < len(QUANTILES) and seen >= QUANTILES[len(seconds)] * self.total:
-                seconds.append(middle_of(bucket))
-            if len(seconds) == len(QUANTILES):
-                break
-        return seconds
+        seen = list(accumulate(self.counts))
+        return [middle_of(bisect_left(seen, share * self.total)) for share in QUANTILES]
 
 
 def bucket_of(seconds: float) -> int:

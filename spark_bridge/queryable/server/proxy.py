@@ -7,7 +7,7 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +21,7 @@ from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, listed_names
 from coordinator_actor.exceptions import QueryEndedError as EndedError
 from coordinator_actor.exceptions import UnknownOperatorError as UnknownError
-from coordinator_actor.messages import KvStateLocationOracle, LocatedView, OperatorLocation, OperatorSpec, RunningView
+from coordinator_actor.messages import KvStateLocationOracle, OperatorLocation, OperatorSpec
 from spark_bridge import exceptions
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.connections import KvConnections
@@ -217,14 +217,11 @@ class LocationCache:
                     raise
                 log.info("Query %s is served from cached locations: %s", job_id, error)
                 oracle = None
-            if oracle is None:
-                # The coordinator does not know the query (yet), because the coordinator was replaced.
-                if cached is not None:
-                    cached.at = cached.fetched = self._clock()
-            elif cached is not None and cached.oracle == oracle:
-                cached.at = cached.fetched = self._clock()  # locations that were made of it stay
-            else:
-                now = self._clock()
+            now = self._clock()
+            # None: the coordinator does not know the query (yet), because the coordinator was replaced.
+            if cached is not None and oracle in (None, cached.oracle):
+                cached.at = cached.fetched = now  # locations that were made of it stay
+            elif oracle is not None:
                 self._put(_CachedOracle(oracle, now, now))
 
     def _made(self, oracle: KvStateLocationOracle, operator: str, with_schema: bool) -> OperatorLocation:
@@ -297,11 +294,11 @@ The client has more time, and waits without taking room here.
 class ForwardingReads:
     """``StateReads`` of a proxy: answers requests with ``forward`` for all partitions, others for this host's.
 
-    ``_find_own`` returns the ``StateReads`` of this host alone, and ``_address`` its own query address; both are called
+    ``_find_own`` returns the reads of this host alone, and ``_address`` its own query address; both are called
     once, with the first request. Requests to other hosts have no ``forward``, so no request goes further than one step.
     """
 
-    _find_own: Callable[[], protocol.StateReads]
+    _find_own: Callable[[], protocol.OwnReads]
     _address: Callable[[], str]
     _locations: LocationCache
     _connections: KvConnections
@@ -310,7 +307,7 @@ class ForwardingReads:
     sleep: Callable[[float], None] = time.sleep
 
     @cached_property
-    def own(self) -> protocol.StateReads:
+    def own(self) -> protocol.OwnReads:
         return self._find_own()
 
     @cached_property
@@ -382,15 +379,6 @@ class ForwardingReads:
         return self._retried(lambda: self._feature_reads.features(request, keys, deadline), moved)
 
     # -- requests that any host can answer -----------------------------------------------------
-
-    def age_ms(self, run_id: str, version: int) -> int | None:
-        return self.own.age_ms(run_id, version)
-
-    def located_view(self, view: str) -> LocatedView:
-        return self.own.located_view(view)
-
-    def feature_views(self) -> Sequence[RunningView]:
-        return self.own.feature_views()
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         return self.own.locate(operator, query)
@@ -466,7 +454,7 @@ def connections_to_hosts(token: str, tls: ssl.SSLContext | None = None) -> KvCon
 class KvStateClientProxy(KvStateServer):
     """Answers queries of this host's state, and requests with ``forward`` for all hosts.
 
-    ``reads`` returns the ``StateReads`` that this host answers from; it is first called with the first request.
+    ``reads`` returns the reads that this host answers from; it is first called with the first request.
     ``coordinator`` locates state. ``hosts`` are the connections to other hosts, with the cluster's token
     (``connections_to_hosts``); the proxy closes them when it shuts down. The other arguments are those of
     ``KvStateServer``.
@@ -474,7 +462,7 @@ class KvStateClientProxy(KvStateServer):
 
     def __init__(
         self,
-        reads: Callable[[], protocol.StateReads],
+        reads: Callable[[], protocol.OwnReads],
         coordinator: CoordinatorPort,
         tokens: TokenVerifier,
         hosts: KvConnections,

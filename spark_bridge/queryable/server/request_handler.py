@@ -14,11 +14,10 @@ import msgspec
 import pyarrow as pa
 
 from backends.encoding.columns import content_bytes
-from coordinator_actor.access_tokens import Scope
 from spark_bridge.exceptions import RequestError, RequestLimitError
 from spark_bridge.queryable import protocol
 from spark_bridge.queryable.routing.scopes import ScopedReads
-from spark_bridge.queryable.server.framed_socket import TOKEN_SECONDS, ClientGoneError, ClientSession, FramedSocket
+from spark_bridge.queryable.server.framed_socket import ClientGoneError, FramedSocket
 from spark_bridge.queryable.server.limits import (
     AdmissionControl,
     AdmissionLimiter,
@@ -28,7 +27,7 @@ from spark_bridge.queryable.server.limits import (
 )
 
 if TYPE_CHECKING:
-    from spark_bridge.queryable.server.tokens import TokenVerifier
+    from spark_bridge.queryable.server.tokens import Grant, TokenVerifier
 
 # The rows of an answer on their way to the client: ``RowsReply`` frames and the ``EndOfRows``.
 
@@ -108,24 +107,22 @@ def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 # The context of a request that a server answers: its admission, deadline, client, and the memory of its answer.
 
 
+TOKEN_SECONDS = 1.0
+"""A token checked longer ago is checked again: a revoked one ends its connections by the next request or rows."""
 SLOW_LOOKUP_SECONDS = 5.0
 """Rows of keys that take longer than this to find continue under the limiter of slow lookups."""
 LARGE_ANSWER_BYTES = 1 << 16
 
 
 @dataclass(eq=False, repr=False)
-class ServedRequest:
-    """Implements ``RequestContext`` for one request, within a ``with``. For the thread of the connection.
+class ServedRequest(protocol.RequestContext):
+    """The ``RequestContext`` of one request, within a ``with``. For the thread of the connection.
 
     The ``with`` waits until ``limiter`` admits the request. A request that becomes slow moves to the limiter ``slow``:
     when it announces slow work (``before_slow_work``), and unless ``may_stay`` also after ``SLOW_LOOKUP_SECONDS``.
-    ``stopping`` is set when the server stops.
     """
 
-    _session: ClientSession
-    _frames: FramedSocket
-    _limits: RequestLimits
-    _stopping: threading.Event
+    _handler: RequestHandler
     _limiter: AdmissionLimiter
     _slow: AdmissionLimiter | None = None
     _may_stay: bool = True
@@ -134,6 +131,9 @@ class ServedRequest:
     _noted: int = 0
     _reserved: int = 0
     _keep: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self._limits = self._handler.server.limits
 
     def __enter__(self) -> ServedRequest:
         self._admit(self._limiter)
@@ -168,7 +168,7 @@ class ServedRequest:
     def raise_if_cancelled(self) -> None:
         """See ``RequestContext``. Raises ``ClientGoneError``, ``RequestLimitError``, and ``AccessDeniedError``."""
         now = time.monotonic()
-        if self._stopping.is_set():
+        if self._handler.server.stopping.is_set():
             raise ClientGoneError("The server stops.")
         if now > self.deadline:
             so_far = "" if self.rows is None else f", after {self.rows.num_rows:,} rows"
@@ -179,7 +179,7 @@ class ServedRequest:
         if now - self._checked_at < min(QUIET_SECONDS, TOKEN_SECONDS):
             return
         self._checked_at = now
-        self._session.check_client(now)
+        self._handler.check_client(now)
         if not self._may_stay and now - self._began > SLOW_LOOKUP_SECONDS:
             self.before_slow_work()
         if self.rows is not None and self.is_slow:
@@ -198,7 +198,7 @@ class ServedRequest:
                 raise RequestLimitError(
                     f"The answer has {nbytes:,} bytes or more, and {limit:,} are allowed here: ask for fewer keys."
                 )
-            self._frames.reserve(nbytes - self._reserved)
+            self._handler.frames.reserve(nbytes - self._reserved)
             self._reserved = nbytes
 
 
@@ -227,26 +227,55 @@ class ServerContext:
 
 
 class RequestHandler:
-    """Answers the requests of one connection one by one, in its thread, but none before ``limit_to``."""
+    """Answers the requests of one connection one by one, in its thread, but none before ``authenticate``.
+
+    Times are of ``time.monotonic``.
+    """
 
     _reads: protocol.ServedReads | ScopedReads
 
-    def __init__(self, server: ServerContext, frames: FramedSocket, session: ClientSession) -> None:
-        self._server = server
+    def __init__(self, server: ServerContext, frames: FramedSocket) -> None:
+        self.server = server
+        self.frames = frames
         self._limits = server.limits
         self._admission = server.admission
-        self._frames = frames
-        self._session = session
+        self._token = ""
+        self._checked_at = 0.0
 
-    def limit_to(self, scope: Scope) -> None:
-        """Answer from the part of the state that the client's token is for, from now on."""
-        reads, locates = self._server.reads, self._admission.locates
+    # -- whether the client's token still allows requests, and whether the client is still there --
+
+    def authenticate(self, token: str, now: float) -> None:
+        """Answer from the part of the state that the client's token is for, from now on.
+
+        Raises ``AccessDeniedError``.
+        """
+        self._token = token
+        scope = self._verify(now).scope
+        reads, locates = self.server.reads, self._admission.locates
         locating = partial(locates.admitted, self._limits.wait_seconds)
         self._reads = reads if scope.is_all else ScopedReads(scope, reads, locating)
 
+    def check_token(self, now: float) -> None:
+        """Check the token again if the last check is ``TOKEN_SECONDS`` old. Raises ``AccessDeniedError``."""
+        if now - self._checked_at > TOKEN_SECONDS:
+            self._verify(now)
+
+    def _verify(self, now: float) -> Grant:
+        grant = self.server.tokens.verify(self._token)
+        self._checked_at = now
+        return grant
+
+    def check_client(self, now: float) -> None:
+        """Raise ``ClientGoneError`` if the client has left, ``AccessDeniedError`` if its token is no longer valid."""
+        if self.frames.is_closed_by_client():
+            raise ClientGoneError("The client has left.")
+        self.check_token(now)
+
+    # -- answers -------------------------------------------------------------------------------
+
     def handle(self, request: protocol.Request, body: memoryview) -> None:
         """Answer a request. Raises the error to send to the client, and ``ClientGoneError``."""
-        reads, wait_seconds = self._reads, self._limits.wait_seconds
+        reads = self._reads
         if isinstance(reads, ScopedReads):
             reads.prepare(request)
         match request:
@@ -256,10 +285,10 @@ class RequestHandler:
                 keys = self._keys(body)
                 with self._lookup_context(request.forward, may_stay=False) as context:
                     last = self._send_rows(request.run_id, reads.key_rows(request, keys), context, is_short=True)
-                self._frames.send(last, time.monotonic() + self._limits.transfer_seconds)
+                self.frames.send(last, time.monotonic() + self._limits.transfer_seconds)
             case protocol.ScanRequest():
                 with self._scan_context(request.forward) as context:
-                    self._frames.send(self._send_rows(request.run_id, reads.scan(request), context), context.deadline)
+                    self.frames.send(self._send_rows(request.run_id, reads.scan(request), context), context.deadline)
             case protocol.CountRequest():
                 with self._scan_context(request.scan.forward):
                     version, count = reads.count(request.scan)
@@ -268,33 +297,27 @@ class RequestHandler:
                 some_keys = self._keys(body) if len(body) else None
                 with self._scan_context(False) as context:
                     last = self._send_rows(request.run_id, reads.changes(request, some_keys), context)
-                    self._frames.send(last, context.deadline)
+                    self.frames.send(last, context.deadline)
             case protocol.AwaitRequest():
                 completed = self._await(request)
                 self.send(protocol.CountReply(completed, completed, reads.lag_ms(request.run_id)))
             case protocol.LocateOperatorRequest():
-                with self._admission.locates.admitted(wait_seconds):
+                with self._admission.locates.admitted(self._limits.wait_seconds):
                     location = reads.locate(request.operator, request.query)
                 self.send(protocol.LocateReply(), msgspec.json.encode(location))
             case protocol.FeaturesRequest():
                 self._features(request, body)
             case protocol.ViewsRequest():
-                with self._admission.descriptions.admitted(wait_seconds):
-                    views = reads.views(request)
-                self.send(protocol.DescribeReply(), msgspec.json.encode(views))
+                self._describe(self._admission.descriptions, partial(reads.views, request))
             case protocol.OperatorsRequest():
-                with self._admission.descriptions.admitted(wait_seconds):
-                    operators = reads.operators()
-                self.send(protocol.DescribeReply(), msgspec.json.encode(operators))
+                self._describe(self._admission.descriptions, reads.operators)
             case protocol.DescribeRequest():
                 admission = self._admission
                 limiter = admission.forwarded_descriptions if request.forward else admission.descriptions
-                describe = self._server.describe
+                describe = self.server.describe
                 if isinstance(reads, ScopedReads):
                     describe = partial(reads.described, describe)
-                with limiter.admitted(wait_seconds):
-                    described = describe(request)
-                self.send(protocol.DescribeReply(), msgspec.json.encode(described))
+                self._describe(limiter, partial(describe, request))
             case _:
                 raise RequestError("A Hello is only said once, at the beginning.")
 
@@ -348,17 +371,11 @@ class RequestHandler:
     def _lookup_context(self, forward: bool, *, may_stay: bool = True) -> ServedRequest:
         admission = self._admission
         if forward:
-            return self._context(admission.forwarded_lookups, admission.forwarded_slow, may_stay)
-        return self._context(admission.lookups, admission.slow, may_stay)
+            return ServedRequest(self, admission.forwarded_lookups, admission.forwarded_slow, may_stay)
+        return ServedRequest(self, admission.lookups, admission.slow, may_stay)
 
     def _scan_context(self, forward: bool) -> ServedRequest:
-        return self._context(self._admission.forwarded_scans if forward else self._admission.scans)
-
-    def _context(
-        self, limiter: AdmissionLimiter, slow: AdmissionLimiter | None = None, may_stay: bool = True
-    ) -> ServedRequest:
-        stopping = self._server.stopping
-        return ServedRequest(self._session, self._frames, self._limits, stopping, limiter, slow, may_stay)
+        return ServedRequest(self, self._admission.forwarded_scans if forward else self._admission.scans)
 
     def _keys(self, body: memoryview) -> pa.BinaryArray:
         """Return the keys of a body. Raises ``RequestLimitError`` for too many keys, ``RequestError`` for null keys."""
@@ -367,7 +384,7 @@ class RequestHandler:
             raise RequestLimitError(
                 f"A request of {count:,} keys is more than the {self._limits.max_keys:,} allowed here: split it."
             )
-        keys = protocol.unpack_bytes(self._frames.keep(body))
+        keys = protocol.unpack_bytes(self.frames.keep(body))
         if keys.null_count:
             raise RequestError(f"{keys.null_count} of {len(keys)} keys are null.")
         return keys
@@ -381,7 +398,7 @@ class RequestHandler:
             completed = self._reads.await_completed(request.run_id, request.after, slice_seconds)
             if completed > request.after or not left:
                 return completed
-            if self._server.stopping.is_set() or self._frames.is_closed_by_client():
+            if self.server.stopping.is_set() or self.frames.is_closed_by_client():
                 return completed
 
     def _send_rows(
@@ -392,7 +409,7 @@ class RequestHandler:
         ``is_short``: the last rows are among those frames, so that a short answer is one write.
         """
         lag_ms = self._reads.lag_ms(run_id)
-        sender = context.rows = RowSender(self._frames, answer, context.deadline, is_short, lag_ms)
+        sender = context.rows = RowSender(self.frames, answer, context.deadline, is_short, lag_ms)
         try:
             for batch in slices(answer.batches):
                 context.raise_if_cancelled()
@@ -402,6 +419,11 @@ class RequestHandler:
             answer.close()
         return sender.last_frames()
 
+    def _describe(self, limiter: AdmissionLimiter, describe: Callable[[], object]) -> None:
+        with limiter.admitted(self._limits.wait_seconds):
+            described = describe()
+        self.send(protocol.DescribeReply(), msgspec.json.encode(described))
+
     def send(self, reply: protocol.Reply, body: bytes | pa.Buffer = b"") -> None:
         """Send an answer of one frame. Raises ``ClientGoneError`` if the client does not take it in time."""
-        self._frames.send(protocol.frame(reply, body), time.monotonic() + self._limits.transfer_seconds)
+        self.frames.send(protocol.frame(reply, body), time.monotonic() + self._limits.transfer_seconds)

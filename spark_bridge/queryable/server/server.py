@@ -12,7 +12,7 @@ import ssl
 import threading
 import time
 from time import time_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from backends.background_loop import failing_loops
 from spark_bridge.exceptions import (
@@ -40,19 +40,9 @@ HELLO_SECONDS = 5.0
 MAX_HELLO_BYTES = 4096
 UNREADABLE = "unreadable"
 
-VERBS: dict[type[Any], str] = {
-    protocol.LocateOperatorRequest: "locate",
-    protocol.LookupRequest: "lookup",
-    protocol.KeyRowsRequest: "rows",
-    protocol.ScanRequest: "scan",
-    protocol.CountRequest: "count",
-    protocol.ChangesRequest: "changes",
-    protocol.AwaitRequest: "await",
-    protocol.OperatorsRequest: "operators",
-    protocol.DescribeRequest: "describe",
-    protocol.ViewsRequest: "views",
-    protocol.FeaturesRequest: "features",
-}
+_KINDS: tuple[type[Any], ...] = get_args(protocol.Request)
+VERBS: dict[type[Any], str] = {kind: str(kind.__struct_config__.tag) for kind in _KINDS if kind is not protocol.Hello}
+"""The names of requests in statistics and metrics: their tags on the wire."""
 
 
 class ServerConnection:
@@ -63,8 +53,7 @@ class ServerConnection:
         self._limits = server.limits
         buffered, wait_seconds = server.admission.buffered_bytes, server.limits.wait_seconds
         self._frames = framed_socket.FramedSocket(connected, buffered, wait_seconds)
-        self._session = framed_socket.ClientSession(self._frames, server.tokens)
-        self._handler = RequestHandler(server, self._frames, self._session)
+        self._handler = RequestHandler(server, self._frames)
         self._is_welcome = False
 
     def serve(self) -> None:
@@ -82,10 +71,6 @@ class ServerConnection:
             self._frames.linger(MAX_HELLO_BYTES)
         except framed_socket.ClientGoneError:
             log.debug("A client that was refused left first")
-
-    def wake(self) -> None:
-        """End every wait of the connection; from any thread."""
-        self._frames.wake()
 
     def close(self) -> None:
         self._frames.close()
@@ -108,7 +93,7 @@ class ServerConnection:
                 ) from error
             if not isinstance(hello, protocol.Hello):
                 raise AccessDeniedError("A connection begins with a Hello and a token.")
-            self._handler.limit_to(self._session.authenticate(hello.token, started).scope)
+            self._handler.authenticate(hello.token, started)
             if hello.protocol != protocol.PROTOCOL:
                 raise RequestError(
                     f"The client speaks protocol {hello.protocol}, this host {protocol.PROTOCOL}: use the same "
@@ -154,7 +139,7 @@ class ServerConnection:
             verb = VERBS.get(type(request), verb)
             of_operator = request.scan if type(request) is protocol.CountRequest else request
             operator = getattr(of_operator, "operator", None) or getattr(of_operator, "view", None) or ""
-            self._session.check_token(started)
+            self._handler.check_token(started)
             self._handler.handle(request, body)
             failed = False
         except framed_socket.ClientGoneError:
@@ -224,7 +209,7 @@ class KvStateServer:
         self._host_id = host_id
         self._ip = ip
         self._lock = threading.Lock()
-        self._connections: dict[threading.Thread, ServerConnection | socket.socket] = {}
+        self._connections: dict[threading.Thread, socket.socket] = {}
         self._acceptor: threading.Thread | None = None
         self._running: ServerContext | None = None
         self._listener: socket.socket | None = self._bind(port)
@@ -271,12 +256,11 @@ class KvStateServer:
             listener.close()
         with self._lock:
             threads = list(self._connections)
-            for connection in self._connections.values():
-                if isinstance(connection, ServerConnection):
-                    connection.wake()
-                else:
-                    with contextlib.suppress(OSError):
-                        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+            for connected in self._connections.values():
+                # This ends every wait of its thread. The method of SSLSocket would also remove the encryption, while
+                # the thread uses it.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
         for thread in threads:
             thread.join(seconds_left(deadline))
         left = [t.name for t in threads if t.is_alive()]
@@ -351,8 +335,6 @@ class KvStateServer:
                     return  # the shutdown has woken the plain socket, not this one
                 connected.do_handshake()
             connection = ServerConnection(running, connected)
-            with self._lock:
-                self._connections[this] = connection
             if running.stopping.is_set():
                 return
             if is_welcome:

@@ -53,6 +53,7 @@ class TokenVerifier(Protocol):
         """
 
 
+@dataclass(frozen=True, repr=False)
 class ClusterTokens:
     """Checks the tokens of one cluster: its secret, and read-only tokens signed with the secret.
 
@@ -60,18 +61,10 @@ class ClusterTokens:
     Tokens for certain namespaces are accepted if ``namespace`` is one of them.
     """
 
-    def __init__(
-        self,
-        secret: str,
-        revoked: Callable[[], Collection[str] | None],
-        clock: Callable[[], float] = time.time,
-        namespace: str = "",
-    ) -> None:
-        self._namespace = namespace
-        self._secret = secret
-        self._encoded = secret.encode()
-        self._revoked = revoked
-        self._clock = clock
+    _secret: str
+    _revoked: Callable[[], Collection[str] | None]
+    _clock: Callable[[], float] = time.time
+    namespace: str = ""
 
     def verify(self, token: str) -> Grant:
         """See ``TokenVerifier``. Raises also ``HostUnavailableError`` if revocations are not known: ask again."""
@@ -81,7 +74,7 @@ class ClusterTokens:
                 "one by itself, others need token= or STATESTORE_TOKEN (statestore token issue)."
             )
         if not is_issued(token):
-            if not hmac.compare_digest(token.encode(errors="replace"), self._encoded):
+            if not hmac.compare_digest(token.encode(errors="replace"), self._secret.encode()):
                 raise AccessDeniedError("The token is unknown: it belongs to another cluster, or is not a token.")
             return CLUSTER_GRANT
         revoked = self._revoked()
@@ -94,9 +87,9 @@ class ClusterTokens:
         except InvalidTokenError as error:
             raise AccessDeniedError(str(error)) from error
         scope = scope_of(token)
-        if scope.namespaces and self._namespace not in scope.namespaces:
+        if scope.namespaces and self.namespace not in scope.namespaces:
             raise AccessDeniedError(
-                f"The token {name} is for hosts of {', '.join(scope.namespaces)}, and this is {self._namespace!r}; ask "
+                f"The token {name} is for hosts of {', '.join(scope.namespaces)}, and this is {self.namespace!r}; ask "
                 "for another one (statestore token issue)."
             )
         return Grant(name, read_only=True, admin=is_admin(token), scope=scope)
@@ -113,21 +106,19 @@ STALE_SECONDS = 60.0
 """A replica that has had no answer for this many seconds accepts read-only tokens no more."""
 
 
+@dataclass(eq=False, repr=False)
 class CoordinatorTokens:
     """Verifies callers' tokens (a ``TokenVerifier``), and asks the coordinator which tokens have been revoked.
 
     ``call`` calls a method of the coordinator by name, and blocks until it returns. ``namespace`` is the coordinator's.
     """
 
-    def __init__(
-        self, call: Callable[[str], Any], clock: Callable[[], float] = time.monotonic, namespace: str = ""
-    ) -> None:
-        self._namespace = namespace
-        self._call = call
-        self._clock = clock
-        self._verifier: ClusterTokens | None = None
-        self._revoked: frozenset[str] = frozenset()
-        self._told_at = 0.0
+    _call: Callable[[str], Any]
+    _clock: Callable[[], float] = time.monotonic
+    namespace: str = ""
+    _verifier: ClusterTokens | None = None
+    _revoked: frozenset[str] = frozenset()
+    _told_at: float = 0.0
 
     def verify(self, token: str) -> Grant:
         """See ``TokenVerifier``. Raises ``HostUnavailableError`` until the coordinator has been reached."""
@@ -143,7 +134,7 @@ class CoordinatorTokens:
         secret: str = self._call("token")
         self._revoked = frozenset(token.id for token in self._call("list_tokens") if token.revoked is not None)
         self._told_at = self._clock()
-        self._verifier = ClusterTokens(secret, self._known, namespace=self._namespace)
+        self._verifier = ClusterTokens(secret, self._known, namespace=self.namespace)
 
     def _known(self) -> frozenset[str] | None:
         return self._revoked if self._clock() - self._told_at < STALE_SECONDS else None

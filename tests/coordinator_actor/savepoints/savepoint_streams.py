@@ -24,7 +24,7 @@ from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.messages import OperatorSpec, QueryRegistration, SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import read_metadata, read_stored_savepoint
 from spark_bridge.host.host import Host
-from spark_bridge.transport.protocol import TaskIdentity
+from spark_bridge.transport.protocol import GetCommand, TaskIdentity
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.patience import PATIENCE
 
@@ -227,7 +227,7 @@ class Stream:
             owner = self.c.open_for_read(self.registration.run_id, "op", p).owner
             (host,) = (h for h in self.hosts.values() if h.info == owner)
             names = [k for k in stored_keys if partition_of(int.from_bytes(k[:2], "big"), G, self.n) == p]
-            values = host.reads.get_many(self.registration.run_id, "op", p, None, pa.array(names, pa.binary()))
+            values = host.reads.get_many(GetCommand(self.registration.run_id, "op", p), pa.array(names, pa.binary()))
             held = [(stored_keys[k], v) for k, v in zip(names, values, strict=True) if v.is_valid]
             numbers = decode_values(pa.array([v.as_py() for _, v in held], pa.binary()), VALUES).column(0).to_pylist()
             found.update(zip([k for k, _ in held], numbers, strict=True))

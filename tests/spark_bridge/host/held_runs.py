@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from spark_bridge.transport.protocol import TaskIdentity
+from spark_bridge.transport.protocol import GetCommand, TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task
 
 
 def get(host: Any, run: str = "run1", p: int = 0, version: int | None = None) -> Any:
-    return host.reads.get_many(run, "op", p, version, pa.array([b"k"])).to_pylist()[0]
+    return host.reads.get_many(GetCommand(run, "op", p, version), pa.array([b"k"])).to_pylist()[0]
 
 
 def start(tmp_path, hosts=1):

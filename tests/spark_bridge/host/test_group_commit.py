@@ -22,6 +22,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef
 from spark_bridge.host import commits as group_commit
 from spark_bridge.host.commits import GroupCommits, TasksAtWork
+from spark_bridge.transport.protocol import GetCommand
 from tests.coordinator_actor.coordinator_world import World, run_of
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.host_steps import Threads, ch, make_host, plan_spark, reg, task, wait_until
@@ -473,7 +474,7 @@ class Query:
             given = task(batch + 1, p, run)
             while self.host.open(given).loading is not None:
                 pass
-            read = self.host.reads.get_many(run, "op", p, batch + 1, pa.array([b"k"], pa.binary()))
+            read = self.host.reads.get_many(GetCommand(run, "op", p, batch + 1), pa.array([b"k"], pa.binary()))
             assert read.to_pylist() == [b"%d of %d" % (batch, p)]
 
 

@@ -13,7 +13,7 @@ from backends.formats.changelog import Changes
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from spark_bridge.exceptions import NotOwnerError
 from spark_bridge.operators.map_in_arrow import InitialStateAccess
-from spark_bridge.transport.protocol import ScanCommand
+from spark_bridge.transport.protocol import GetCommand, ScanCommand
 from tests.coordinator_actor.coordinator_world import World
 from tests.spark_bridge.host.host_steps import (
     FAMILIES_SCHEMA,
@@ -54,15 +54,15 @@ def test_families_are_read_scanned_and_made_when_they_are_first_written(tmp_path
     w, _, h = start(tmp_path, backend=backend)
     opened = h.open(task(0))
     assert (opened.key_groups, opened.schema, opened.times) == (1024, FAMILIES_SCHEMA, None)
-    assert h.reads.get_many("run1", "op", 0, 0, binary(b"k"), "a").to_pylist() == [None]
+    assert h.reads.get_many(GetCommand("run1", "op", 0, 0, "a"), binary(b"k")).to_pylist() == [None]
     assert scan(h, 0, "a", (b"", None)) == []
     plan_spark(w, 0)
     commit(h, 0, {"default": {}, "a": {b"k1": b"1", b"k2": b"2", b"k3": b"3"}})
     commit(h, 0, {"default": {}}, p=1)
     w.commit_spark(0)
     opened = h.open(task(1))
-    assert h.reads.get_many("run1", "op", 0, 1, binary(b"k2", b"x"), "a").to_pylist() == [b"2", None]
-    assert h.reads.get_many("run1", "op", 0, 1, binary(b"k2"), "b").to_pylist() == [None]
+    assert h.reads.get_many(GetCommand("run1", "op", 0, 1, "a"), binary(b"k2", b"x")).to_pylist() == [b"2", None]
+    assert h.reads.get_many(GetCommand("run1", "op", 0, 1, "b"), binary(b"k2")).to_pylist() == [None]
     assert scan(h, 1, "a", (b"k3", None), (b"", b"k2")) == [(b"k3", b"3"), (b"k1", b"1")]
     assert scan(h, 1, "a", (b"", None), limit=2) == [(b"k1", b"1"), (b"k2", b"2")]
     assert scan(h, 1, "a", (b"", b"k2"), (b"k2", None), limit=2) == [(b"k1", b"1"), (b"k2", b"2")]
@@ -117,7 +117,8 @@ def test_a_query_begins_with_its_initial_state(tmp_path, backend):
     access.commit(OperatorFigures())
     initial = {"op": {0: access.entry}}
     assert c.register_query(registration, initial).refusal is None
-    assert h.reads.get_many("run1", "op", 0, None, binary(b"\x00\x00k", b"\x00\x00l"), "a").to_pylist() == [b"1", None]
+    command = GetCommand("run1", "op", 0, None, "a")
+    assert h.reads.get_many(command, binary(b"\x00\x00k", b"\x00\x00l")).to_pylist() == [b"1", None]
     plan_spark(w, 0)
 
     def batch(host: Any, number: int, run: str) -> None:
@@ -127,7 +128,7 @@ def test_a_query_begins_with_its_initial_state(tmp_path, backend):
                 given = type(given)(**{**{f: getattr(given, f) for f in given.__struct_fields__}, "operator": name})
                 assert host.open(given).redirect is None
                 if (name, p, number) == ("op", 0, 0):
-                    read = host.reads.get_many(run, "op", 0, 0, binary(b"\x00\x00k", b"\x00\x00l"), "a")
+                    read = host.reads.get_many(GetCommand(run, "op", 0, 0, "a"), binary(b"\x00\x00k", b"\x00\x00l"))
                     assert read.to_pylist() == [b"1", None]
                 key = b"\x00\x00new" if p == 0 else b"\x02\x00new"
                 host.commit(given, Changes.of(binary(key), binary(str(number).encode())), {})
@@ -140,9 +141,9 @@ def test_a_query_begins_with_its_initial_state(tmp_path, backend):
     assert c2.register_query(reg_of(w, spec(backend=backend), other, run="run2"), initial).refusal is None
     plan_spark(w, 1)
     batch(h2, 1, "run2")
-    assert h2.reads.get_many("run2", "op", 0, 2 if h2.heartbeat() else None, binary(b"\x00\x00k"), "a").to_pylist() == [
-        b"1"
-    ]
+    h2.heartbeat()
+    read = h2.reads.get_many(GetCommand("run2", "op", 0, None, "a"), binary(b"\x00\x00k"))
+    assert read.to_pylist() == [b"1"]
 
 
 def test_repeated_first_batch_begins_with_the_initial_state(tmp_path):
@@ -161,7 +162,7 @@ def test_repeated_first_batch_begins_with_the_initial_state(tmp_path):
     h2 = make_host(w, c2, 0, tmp_path, inc="b")
     assert c2.register_query(reg_of(w, spec(), run="run2")).completed_version == 0
     assert h2.open(task(0, 0, "run2")).version == 0
-    assert h2.reads.get_many("run2", "op", 0, 0, binary(b"\x00\x00k"), "a").to_pylist() == [b"1"]
+    assert h2.reads.get_many(GetCommand("run2", "op", 0, 0, "a"), binary(b"\x00\x00k")).to_pylist() == [b"1"]
 
 
 @pytest.mark.parametrize("backend", ["file", "rocksdb"])

@@ -19,6 +19,7 @@ from backends.formats.changelog import Changes
 from backends.formats.manifest import version_in
 from coordinator_actor.messages import Completed, OperatorSpec
 from spark_bridge.host.partition_cache import KEPT_FILES_SECONDS
+from spark_bridge.transport.protocol import GetCommand
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, task
 
@@ -211,7 +212,7 @@ def test_unread_partitions_of_an_ended_query_are_parked_and_reopened(query: Rest
         query.host.maintenance.do_maintenance()
     assert not query.host.cache.all()
     query.remove_files_up_to(BATCHES)
-    assert query.host.reads.get_many(query.run, "op", 0, None, KEY).to_pylist() == [b"2"]
+    assert query.host.reads.get_many(GetCommand(query.run, "op", 0), KEY).to_pylist() == [b"2"]
 
 
 def test_files_from_before_an_exchange_are_not_laid_aside_any_longer(query: Restarts) -> None:

@@ -15,7 +15,8 @@ import pytest
 from backends.exceptions import LoadEndedError
 from backends.partition import loading as changelog_reads
 from coordinator_actor.run.holds import BUSY_SECONDS, FILES_RENEW_SECONDS
-from spark_bridge.host.partition_loader import version_key
+from spark_bridge.host.partition_cache import Kind
+from spark_bridge.host.partition_loader import StoredPartition
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.host_steps import GatedWorld, make_host, plan_spark, reg, run_task, task
 
@@ -62,8 +63,8 @@ class Retained:
 
     def load_copy(self, version: int) -> Future[Any]:
         (spec,) = self.registration.operators
-        key, load = version_key(self.registration, spec, 0, version), self.host.loader.load_copy
-        return self.pool.submit(load, key, self.registration, spec, version, self.host.files.copies, self.over.is_set)
+        stored, load = StoredPartition(self.registration, spec, 0, version), self.host.loader.load_copy
+        return self.pool.submit(load, stored.key(Kind.VERSION), stored, self.host.files.copies, self.over.is_set)
 
     def let_through(self, said: Callable[[], list[str]], files: int, of: int) -> None:
         """Let one file through, and wait until the load says so."""

@@ -111,7 +111,7 @@ def test_the_last_runs_with_a_prepared_version_are_known(monkeypatch: pytest.Mon
     monkeypatch.setattr(prepared_versions, "MAX_RUNS", 3)
     completed = CompletedVersions()
     nobody: Any = None
-    prepared = PreparedVersions(nobody, PartitionCache(nobody), completed, nobody)
+    prepared = PreparedVersions(nobody, PartitionCache(nobody), completed, nobody, lambda run_id: False)
     for i in range(5):
         for version in (2, 1):
             prepared.accepted(World(tmp_path).registration(f"run{i}"), version)
@@ -142,4 +142,4 @@ def test_grants_of_runs_that_a_host_owns_nothing_of_are_forgotten(tmp_path: Path
     for host in hosts:
         host.maintenance.do_maintenance()
         grants = host.grants
-        assert grants._granted == grants._waiting == grants._granting == {}
+        assert grants._runs == {}

@@ -34,6 +34,7 @@ from spark_bridge.host.local_disk import EMPTY_SECONDS, IN_USE_SECONDS, ROOM_SEC
 from spark_bridge.host.partition_loader import READ_SECONDS
 from spark_bridge.queryable.protocol import At, LookupRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
+from spark_bridge.transport.protocol import GetCommand
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.host.host_steps import Threads, make_host, task, wait_until
@@ -101,7 +102,7 @@ class Stream:
         of = task(batch, p)
         while self.host.open(of).loading is not None:
             pass  # the host has waited a moment before it answered
-        read = self.host.reads.get_many("run1", "op", p, batch, pa.array(keys, pa.binary()))
+        read = self.host.reads.get_many(GetCommand("run1", "op", p, batch), pa.array(keys, pa.binary()))
         assert read.to_pylist() == [before.get(key) for key in keys]
         self.host.commit(of, Changes.of(pa.array(keys, pa.binary()), pa.array(values, pa.binary())), {})
 
@@ -354,21 +355,21 @@ def test_a_load_waits_for_files_that_others_release_however_often_it_is_woken(na
 
 def test_a_load_that_has_waited_alone_waits_for_one_that_begins(narrow: Stream) -> None:
     """Its time is nearly over when another load takes the room: that one ends, and the room may be enough again."""
-    disk, attempts = narrow.host.disk, 0
+    disk, attempts, other = narrow.host.disk, 0, LoadWatch("another load")
     reserve = disk._reserve
 
     def refuse(*_: Any) -> None:
         nonlocal attempts
         attempts += 1
         if attempts * ROOM_SECONDS / 5 > EMPTY_SECONDS:
-            disk._reserved["of another load"] = (0, LoadWatch("another load"))
+            disk._reserved[other] = 0
         raise LocalDiskFullError("The disk is full.")
 
     disk._reserve = refuse
     waiting = begun_load(narrow, 0)
     wait_until(lambda: attempts > 5, "the load does not try again")
     disk._reserve = reserve
-    del disk._reserved["of another load"]
+    del disk._reserved[other]
     disk.notify()
     opened(narrow, waiting)
 

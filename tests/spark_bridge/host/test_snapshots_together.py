@@ -18,6 +18,7 @@ from backends.storage.locations import FileRef
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.run.holds import BUSY_SECONDS
 from spark_bridge.host import maintenance
+from spark_bridge.transport.protocol import GetCommand
 from tests.coordinator_actor.coordinator_world import SCHEMA, World, run_of
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
@@ -79,7 +80,7 @@ class Query:
         for p in range(PARTITIONS):
             while self.host.open(task(self.batches, p, self.run)).loading is not None:
                 pass
-            read = self.host.reads.get_many(self.run, "op", p, self.batches, pa.array([b"k"], pa.binary()))
+            read = self.host.reads.get_many(GetCommand(self.run, "op", p, self.batches), pa.array([b"k"], pa.binary()))
             assert read.to_pylist() == [b"%d of %d" % (self.batches - 1, p)]
 
 

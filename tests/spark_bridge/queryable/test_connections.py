@@ -46,7 +46,7 @@ from spark_bridge.queryable.protocol import (
     unpack_bytes,
     unpack_one,
 )
-from spark_bridge.queryable.server.server import KvStateServer, ServerConnection
+from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
     LOOKUP,
@@ -79,9 +79,8 @@ def soon(seconds: float) -> float:
 
 def hang_up(server: KvStateServer) -> None:
     """Have it close its connections, as it does with those that are idle for long."""
-    for connection in list(server._connections.values()):
-        assert isinstance(connection, ServerConnection)
-        connection.wake()
+    for connected in list(server._connections.values()):
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
     eventually(lambda: server.num_connections == 0)
 
 

@@ -141,7 +141,7 @@ def test_describe_does_not_wait_for_a_load(world: HostWorld) -> None:
 def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
     host, reader = world.hosts[0], world.reads[0]._reader
     over, load, loaded = threading.Event(), host.loader.load_copy, list[Any]()
-    host.loader.load_copy = lambda *a: (over.wait(HANG), loaded.append((a[0].partition, a[3])), load(*a))[-1]
+    host.loader.load_copy = lambda *a: (over.wait(HANG), loaded.append((a[0].partition, a[1].version)), load(*a))[-1]
     lookup = LookupRequest(world.run, "op", At("version", 1))
     reader.wait_seconds = 0.1
     for _ in range(2):

@@ -73,7 +73,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     load = loader.load_copy
 
     def filled_late(*args: Any) -> Any:
-        loaded.append(args[3])
+        loaded.append(args[1].version)
         begun.set()
         assert go_on.wait(HANG)
         return load(*args)

@@ -19,7 +19,7 @@ from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.client_connection import ClientConnection
 from spark_bridge.queryable.protocol import LookupReply, LookupRequest, pack_one
-from spark_bridge.queryable.server import framed_socket
+from spark_bridge.queryable.server import request_handler
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.tokens import ClusterTokens
 from spark_bridge.transport.flight_client import HostClient
@@ -137,7 +137,7 @@ def test_a_revocation_reaches_a_host_with_its_heartbeat(cluster: Cluster) -> Non
 
 
 def test_a_revocation_ends_connections_that_are_open(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framed_socket, "TOKEN_SECONDS", 0.05)
+    monkeypatch.setattr(request_handler, "TOKEN_SECONDS", 0.05)
     token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     connection = cluster.connect(token)

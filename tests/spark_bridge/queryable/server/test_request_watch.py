@@ -39,7 +39,7 @@ from spark_bridge.queryable.protocol import (
 from spark_bridge.queryable.reads import key_reads, operator_plan, scans
 from spark_bridge.queryable.reads.scans import gather_batches, limited
 from spark_bridge.queryable.routing.scans import RoutedScan, ScanPlan
-from spark_bridge.queryable.server import framed_socket, request_handler, server
+from spark_bridge.queryable.server import request_handler, server
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import STATE, HostWorld, stored
 from tests.spark_bridge.queryable.memory_reads import (
@@ -153,8 +153,7 @@ def test_scans_and_counts_have_an_end_whatever_they_find(world, endless, made: C
 
 
 def test_count_stops_for_a_gone_client_and_a_revoked_token(world, endless, monkeypatch):
-    for module in (framed_socket, request_handler):
-        monkeypatch.setattr(module, "TOKEN_SECONDS", 0.05)
+    monkeypatch.setattr(request_handler, "TOKEN_SECONDS", 0.05)
     count = CountRequest(ScanRequest(world.run, "op", start=b"\x00"))
     with serving(world.reads[0]) as (served, _):
         with RawClient(served.server_address) as client:

@@ -20,7 +20,7 @@ from spark_bridge.queryable.protocol import (
     unpack_bytes,
     unpack_one,
 )
-from spark_bridge.queryable.server import framed_socket, request_handler
+from spark_bridge.queryable.server import request_handler
 from spark_bridge.queryable.server import server as server_module
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
@@ -77,7 +77,7 @@ def test_another_protocol_is_named():
 
 
 def test_a_token_that_is_revoked_ends_its_connections(monkeypatch):
-    monkeypatch.setattr(framed_socket, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(request_handler, "TOKEN_SECONDS", 0.0)
     with serving() as (server, _), client_of(server) as client:
         assert client.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
         server._tokens.valid.clear()
@@ -86,7 +86,6 @@ def test_a_token_that_is_revoked_ends_its_connections(monkeypatch):
 
 
 def test_a_token_that_is_revoked_ends_its_scans(monkeypatch):
-    monkeypatch.setattr(framed_socket, "TOKEN_SECONDS", 0.0)
     monkeypatch.setattr(request_handler, "TOKEN_SECONDS", 0.05)
     reads = MemoryReads(batches=[rows(0, 1)] * 100)
     reads.pause = 0.02
