@@ -89,7 +89,8 @@ def _moment(function: str, count_column: str, _: str, squares_column: str) -> Si
     is_root = function.startswith("stddev")
 
     def moment(row: Row) -> float | None:
-        count, squares = row[count_column] or 0, row[squares_column] or 0.0
+        count, squares = row[count_column] or 0, row[squares_column]
+        squares = 0.0 if squares is None else squares  # -0.0 stays
         if abs(count) > EXACT_IN_DOUBLE or squares < 0:
             raise _Unsure
         divisor = count - fewer

@@ -66,7 +66,7 @@ def test_results_are_those_of_the_columns(batch):
 def test_each_count_likely_to_go_wrong(function):
     schema = pa.schema(state_fields(Output("n", function, "x", None, INT if function == "mean" else FLOAT)))
     for count in (None, -1, 0, 1, 2, 5):
-        for value in (None, 0.0, 1.5):
+        for value in (None, 0.0, -0.0, 1.5):
             columns = [pa.array([count if f.type == pa.int64() else value], f.type) for f in schema]
             batch = pa.RecordBatch.from_arrays(columns, schema=schema)
             result = SingleResults.of(schema).of_row(batch.to_pylist()[0])
