@@ -292,6 +292,10 @@ class SortedPairs:
         keep = pc.is_valid(self.values)
         return SortedPairs(self.keys.filter(keep), self.values.filter(keep))
 
+    def batch(self) -> pa.RecordBatch:
+        """Return the pairs in the columns of ``PAIRS_SCHEMA``."""
+        return pa.RecordBatch.from_arrays([self.keys, self.values], schema=PAIRS_SCHEMA)
+
 
 def is_strictly_sorted(keys: pa.BinaryArray) -> bool:
     """Return whether every key is greater, byte by byte, than the one before it."""
@@ -379,11 +383,7 @@ def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterato
         merged = SortedPairs(batch.column(0), batch.column(1)).under(changes.slice(done, through - done)).present()
         done = through
         if len(merged):
-            yield _batch(merged)
+            yield merged.batch()
     rest = changes.slice(done).present()
     if len(rest):
-        yield _batch(rest)
-
-
-def _batch(pairs: SortedPairs) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays([pairs.keys, pairs.values], schema=PAIRS_SCHEMA)
+        yield rest.batch()
