@@ -31,7 +31,6 @@ from obstore.exceptions import AlreadyExistsError
 
 from backends.exceptions import InvalidStateStoreArgument
 from backends.lazy_names import import_optional
-from backends.storage.local_files import is_unfinished
 from backends.storage.locations import Location, hdfs_options
 
 if TYPE_CHECKING:
@@ -348,20 +347,8 @@ class HdfsFiles:
 
         self._run(remove())
 
-    def unfinished(self, directory: str) -> list[str]:
-        """Return the files in a directory and below whose writers died in the middle of them, or are writing now."""
-        return [path for path, _ in self._entries(directory) if is_unfinished(path)]
-
-    def listed(self, directory: str, after: str | None = None) -> list[tuple[str, int]]:
-        """Return path and size of every finished file in a directory and below, sorted by path; see ``LocalFiles``."""
-        return [
-            (path, size)
-            for path, size in self._entries(directory)
-            if (after is None or path > after) and not is_unfinished(path)
-        ]
-
-    def _entries(self, directory: str) -> list[tuple[str, int]]:
-        """Return path and size of every file in a directory and below, sorted by path."""
+    def entries(self, directory: str) -> list[tuple[str, int]]:
+        """Return path and size of every file in a directory and below, sorted by path; see ``LocalFiles``."""
 
         async def walk() -> list[tuple[str, int]]:
             files: list[tuple[str, int]] = []

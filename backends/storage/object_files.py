@@ -225,8 +225,8 @@ class ObjectFiles:
         """Remove at most ``MAX_FILES_AT_ONCE`` files; some storages stop at one that is missing, as by ``remove``."""
         obstore.delete(self._stores.plain, [self._prefix + path for path in paths])
 
-    def listed(self, directory: str, after: str | None) -> list[tuple[str, int]]:
-        """Return path and size of every file in a directory and below, sorted by path; see ``LocalFiles``."""
+    def entries(self, directory: str, after: str | None) -> list[tuple[str, int]]:
+        """Return what ``LocalFiles`` returns; with ``after``, only files whose paths sort after it."""
         key = (self._prefix + directory).rstrip("/") if directory.strip("/") else self._prefix.rstrip("/")
         offset = None if after is None else self._prefix + after
         objects = obstore.list(self._stores.plain, prefix=key or None, offset=offset).collect()
