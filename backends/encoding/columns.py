@@ -181,6 +181,12 @@ def fixed_dtype(data_type: pa.DataType) -> np.dtype[Any] | None:
     return None if code is None else np.dtype(f"<{code}")
 
 
+def refuse_map(name: str, data_type: pa.DataType) -> None:
+    """Raise ``UnsupportedTypeError`` if a key column is a map; ``name`` is the column's, for the message."""
+    if pa.types.is_map(data_type):
+        raise UnsupportedTypeError(f"Column {name!r} has the type {data_type}: a map has no order and cannot be a key.")
+
+
 def is_list_like(data_type: pa.DataType) -> bool:
     """Return whether a type is that of arrays or maps, with several elements per row."""
     return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_map(data_type))

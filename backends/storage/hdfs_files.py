@@ -293,7 +293,7 @@ class HdfsFiles:
         """Return a file's content; raises ``FileNotFoundError``."""
 
         async def whole() -> bytes:
-            reader = await self._step(self._clients.client.read(self._below + path))
+            reader = await self._opened(path)
             pieces = [await self._part(reader, at, _PIECE_BYTES) for at in range(0, len(reader), _PIECE_BYTES)]
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -303,7 +303,7 @@ class HdfsFiles:
         """Return parts of a file, shorter where the file ends before. Raises ``FileNotFoundError``."""
 
         async def ranges() -> list[bytes]:
-            reader = await self._step(self._clients.client.read(self._below + path))
+            reader = await self._opened(path)
             parts = zip(starts, lengths, strict=True)
             return await _gathered([self._part(reader, start, length) for start, length in parts])
 
@@ -311,13 +311,12 @@ class HdfsFiles:
 
     def pieces(self, path: str, start: int) -> Iterator[bytes]:
         """Read a file from ``start`` on, in pieces. Raises ``FileNotFoundError``."""
-
-        async def opened() -> Any:
-            return await self._step(self._clients.client.read(self._below + path))
-
-        reader = self._run(opened())
+        reader = self._run(self._opened(path))
         for at in range(start, len(reader), _PIECE_BYTES):
             yield self._run(self._part(reader, at, _PIECE_BYTES))
+
+    async def _opened(self, path: str) -> Any:
+        return await self._step(self._clients.client.read(self._below + path))
 
     async def _part(self, reader: Any, start: int, length: int) -> bytes:
         # hdfs-native panics if a range ends after the file.

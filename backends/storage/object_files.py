@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import obstore
 from obstore.exceptions import BaseError
@@ -97,21 +97,11 @@ def _make_store(location: Location, options: Mapping[str, str], retries: RetryCo
             retry_config=retries,
             credential_provider=_tokenless_credentials(mapped.config),
         )
-    if location.kind == "gs":
-        gcs: GCSStore = GCSStore.from_url(
-            f"gs://{location.container}",
-            config=mapped.config,  # type: ignore[arg-type]
-            client_options=client,
-            retry_config=retries,
-        )
-        return gcs
-    azure: AzureStore = AzureStore.from_url(
-        f"abfss://{location.container}",
-        config=mapped.config,  # type: ignore[arg-type]
-        client_options=client,
-        retry_config=retries,
+    by_url: Any = GCSStore if location.kind == "gs" else AzureStore
+    store: GCSStore | AzureStore = by_url.from_url(
+        f"{location.kind}://{location.container}", config=mapped.config, client_options=client, retry_config=retries
     )
-    return azure
+    return store
 
 
 def _above_environment(config: Mapping[str, str | bool]) -> dict[str, str | bool]:
