@@ -79,9 +79,7 @@ class LocalRocksDB:
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._path = path
         self._conf = conf
-        self._scans: weakref.WeakSet[rocksdb_files.RocksDBScan | rocksdb_files.RocksDBRangesScan | TableScan] = (
-            weakref.WeakSet()
-        )
+        self._scans: weakref.WeakSet[rocksdb_files.PairScan | TableScan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
         self._damage: StateStoreError | None = None

@@ -170,16 +170,13 @@ class ChangelogReads:
 
     def _begin_next(self) -> None:
         ref = self._left.popleft()
-        self._under_way.append((ref, self._begun(ref)))
-
-    def _begun(self, ref: ChangelogRef) -> Callable[[], bytes]:
-        """Begin to read a changelog; return the function that waits for its content."""
         if self._storage.is_being_shared(ref.file):
             # Another load reads it, or has read it: a thread would only wait.
-            return partial(self._storage.read, ref.file)
+            self._under_way.append((ref, partial(self._storage.read, ref.file)))
+            return
         if self._pool is None:
             self._pool = Pool(self._threads, thread_name_prefix="statestore-load")
-        return self._pool.submit(self._storage.read, ref.file).result
+        self._under_way.append((ref, self._pool.submit(self._storage.read, ref.file).result))
 
 
 def replaced_pairs(engine: StateEngine, changes: Changes) -> Changes:

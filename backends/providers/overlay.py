@@ -299,11 +299,9 @@ class OverlayStateStore(StateStore):
         if name.startswith("__"):
             raise InvalidStateStoreArgument(f"{name!r} cannot name a column family: names with '__' are the backend's.")
         self._check_writable()
-        stored, other = (
-            (name, lists.list_family_name(name))
-            if not use_multiple_values_per_key
-            else (lists.list_family_name(name), name)
-        )
+        stored, other = name, lists.list_family_name(name)
+        if use_multiple_values_per_key:
+            stored, other = other, stored
         if other in self._families:
             raise InvalidStateStoreArgument(
                 f"The column family {name!r} of {self.id} exists with use_multiple_values_per_key="

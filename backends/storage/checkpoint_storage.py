@@ -91,9 +91,8 @@ class CheckpointStorage:
         parsed = parse_location(location)
         counts = RequestCounts() if requests is None else requests
         try:
-            stores: ObjectStores | HdfsClients = (
-                HdfsClients(parsed, options or {}) if parsed.kind == "hdfs" else ObjectStores(parsed, options or {})
-            )
+            kind: type[HdfsClients | ObjectStores] = HdfsClients if parsed.kind == "hdfs" else ObjectStores
+            stores = kind(parsed, options or {})
         except UnknownConfigurationKeyError as error:
             raise exceptions.InvalidStateStoreArgument(
                 f"An option for {parsed.text} is unknown to obstore: {first_line(error)}"
