@@ -129,13 +129,8 @@ class HostMemory:
         """Return the keys that row caches were ``asked`` for, and those that they had (``hits``)."""
         return dict(self._row_lookups)
 
-    def row_cache_room(self) -> int:
-        """Return how many bytes all row caches may have together now."""
-        with _lock:
-            self._settle()
-            return self._row_room()
-
     def _row_room(self) -> int:
+        """Return how many bytes all row caches may have together now."""
         others = sum(self._held.values()) - self._held[ROW_CACHE]
         return max(0, min(self.row_cache_bytes, self._working - others))
 

@@ -15,7 +15,6 @@ from contextvars import Token
 from typing import ParamSpec, TypeVar
 
 from opentelemetry import context as contexts
-from opentelemetry import trace
 from opentelemetry import trace as api
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -89,7 +88,7 @@ class OpenTelemetryTracer:
         trace_id, root_id = trace.ids
         if api.get_current_span().get_span_context().trace_id == trace_id:
             return None
-        return _with_parent(trace_id, root_id, self._flags(trace_id, trace.kind))
+        return api.set_span_in_context(_remote(trace_id, root_id, self._flags(trace_id, trace.kind)), Context())
 
     def _flags(self, trace_id: int, name: str) -> TraceFlags:
         """Return whether a trace is sampled, as the sampler of the process that makes its root decides, by the id."""
@@ -124,7 +123,7 @@ class OpenTelemetryTracer:
         if match is None:
             return OFF
         trace_id, span_id, flags = (int(part, 16) for part in match.groups())
-        return _Block(_with_parent(trace_id, span_id, TraceFlags(flags)))
+        return _LiveSpan(self, _remote(trace_id, span_id, TraceFlags(flags)))
 
     def failed(self, error: Exception) -> None:
         """Log that a span was not made, for the first one."""
@@ -134,7 +133,7 @@ class OpenTelemetryTracer:
 
 
 class _LiveSpan(Span):
-    """A span of the SDK."""
+    """A span of the SDK, or a block below a span of another process."""
 
     __slots__ = ("_span", "_token", "_tracer")
 
@@ -174,24 +173,6 @@ class _LiveSpan(Span):
         self._span.end(ended)
 
 
-class _Block(Span):
-    """A block with a context but without a span."""
-
-    __slots__ = ("_context", "_token")
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._token: Token[Context] | None = None
-
-    def __enter__(self) -> Span:
-        self._token = contexts.attach(self._context)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._token is not None:
-            contexts.detach(self._token)
-
-
 class _Ids(IdGenerator):
     """Gives a root the ids of its trace, and every other span those of the provider's generator."""
 
@@ -220,9 +201,9 @@ class _Ids(IdGenerator):
         return False
 
 
-def _with_parent(trace_id: int, span_id: int, flags: TraceFlags) -> Context:
-    parent = SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags)
-    return api.set_span_in_context(NonRecordingSpan(parent), Context())
+def _remote(trace_id: int, span_id: int, flags: TraceFlags) -> NonRecordingSpan:
+    """Return the stand-in for a span of another process: it records nothing."""
+    return NonRecordingSpan(SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags))
 
 
 def _about(trace: Trace) -> dict[str, Attribute]:
@@ -250,4 +231,4 @@ def set_provider(collector: str | None) -> None:
     resource = Resource.create({SERVICE_NAME: SERVICE}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
+    api.set_tracer_provider(provider)

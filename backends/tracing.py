@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from backends import spans
@@ -90,7 +90,7 @@ def _begin(setting: str, who: Mapping[str, str]) -> None:
     from backends.open_telemetry import INSTRUMENTATION, OpenTelemetryTracer
 
     if not isinstance(api.get_tracer_provider(), TracerProvider):
-        _provider_maker(setting)()
+        _set_provider(setting)
     provider = api.get_tracer_provider()
     if not isinstance(provider, TracerProvider):
         raise InvalidStateStoreArgument(
@@ -103,8 +103,8 @@ def _begin(setting: str, who: Mapping[str, str]) -> None:
     spans.set_tracer(OpenTelemetryTracer(provider, who))
 
 
-def _provider_maker(setting: str) -> Callable[[], object]:
-    """Return the function that sets the provider. Raises ``InvalidStateStoreArgument`` if there is none."""
+def _set_provider(setting: str) -> None:
+    """Set the provider. Raises ``InvalidStateStoreArgument`` if there is no function for it."""
     if setting == OTLP or _URL.fullmatch(setting):
         try:
             from backends.open_telemetry import set_provider
@@ -113,7 +113,8 @@ def _provider_maker(setting: str) -> Callable[[], object]:
                 f"tracing={setting!r} cannot be exported: {error}. pip install 'ray-statestore[tracing]' on every "
                 "machine."
             ) from error
-        return lambda: set_provider(None if setting == OTLP else setting)
+        set_provider(None if setting == OTLP else setting)
+        return
     module, _, name = setting.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
@@ -124,4 +125,4 @@ def _provider_maker(setting: str) -> Callable[[], object]:
         ) from error
     if not callable(function):
         raise InvalidStateStoreArgument(f"tracing={setting!r} names {function!r}, which is not a function.")
-    return function  # type: ignore[no-any-return]
+    function()

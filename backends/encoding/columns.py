@@ -21,23 +21,6 @@ from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError, 
 # The types of columns by their names in Spark's ``StructType.json()``, and the Arrow type that stands for each.
 
 
-_TO_SPARK: dict[pa.DataType, str] = {
-    pa.bool_(): "boolean",
-    pa.int8(): "byte",
-    pa.int16(): "short",
-    pa.int32(): "integer",
-    pa.int64(): "long",
-    pa.float32(): "float",
-    pa.float64(): "double",
-    pa.string(): "string",
-    pa.large_string(): "string",
-    pa.binary(): "binary",
-    pa.large_binary(): "binary",
-    pa.date32(): "date",
-    pa.timestamp("us"): "timestamp_ntz",
-}
-
-
 _FROM_SPARK: dict[str, pa.DataType] = {
     "boolean": pa.bool_(),
     "byte": pa.int8(),
@@ -51,6 +34,11 @@ _FROM_SPARK: dict[str, pa.DataType] = {
     "date": pa.date32(),
     "timestamp": pa.timestamp("us", tz="UTC"),
     "timestamp_ntz": pa.timestamp("us"),
+}
+_TO_SPARK: dict[pa.DataType, str] = {
+    **{arrow: spark for spark, arrow in _FROM_SPARK.items()},
+    pa.large_string(): "string",
+    pa.large_binary(): "binary",
 }
 
 
@@ -191,6 +179,12 @@ def fixed_dtype(data_type: pa.DataType) -> np.dtype[Any] | None:
         return np.dtype("V16")
     code = _FIXED.get(data_type)
     return None if code is None else np.dtype(f"<{code}")
+
+
+def refuse_map(name: str, data_type: pa.DataType) -> None:
+    """Raise ``UnsupportedTypeError`` if a key column is a map; ``name`` is the column's, for the message."""
+    if pa.types.is_map(data_type):
+        raise UnsupportedTypeError(f"Column {name!r} has the type {data_type}: a map has no order and cannot be a key.")
 
 
 def is_list_like(data_type: pa.DataType) -> bool:

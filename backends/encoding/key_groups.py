@@ -13,7 +13,7 @@ import pyarrow as pa
 import xxhash
 
 from backends.encoding import columns
-from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
+from backends.exceptions import InvalidStateStoreArgument
 
 # XXH64 of many values at once, each with its own seed: https://xxhash.com, as Spark's ``xxhash64`` computes it.
 #
@@ -241,10 +241,7 @@ def partition_range(partition: int, num_partitions: int, num_groups: int) -> tup
 
 def _hash_column(name: str, column: pa.Array, seeds: RowHashes) -> RowHashes:
     array = columns.normalized_column(name, column)
-    if pa.types.is_map(array.type):
-        raise UnsupportedTypeError(
-            f"Column {name!r} has the type {array.type}: a map has no order and cannot be a key."
-        )
+    columns.refuse_map(name, array.type)
     hashes = _hash_array(name, array, seeds)
     mask = columns.null_mask(array)
     return hashes if mask is None else np.where(mask, seeds, hashes)

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from backends.encoding import columns
 from backends.encoding.key_groups import MAX_KEY_GROUPS
-from backends.encoding.sorted_pairs import as_binary
+from backends.encoding.sorted_pairs import as_keys
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
 KEY_GROUP_BYTES = 2
@@ -79,9 +79,7 @@ def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.Recor
 
     Raises ``SchemaMismatchError`` if the bytes are not keys of the schema.
     """
-    keys = as_binary("keys", keys)
-    if keys.null_count:
-        raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
+    keys = as_keys(keys)
     fields = [f.with_type(columns.normalized_type(f.name, f.type)) for f in schema]
     reader = _KeyReader(keys, schema)
     arrays = [reader.next_column(f.type) for f in fields]
@@ -103,9 +101,8 @@ def _pieces(name: str, array: pa.Array) -> Iterator[KeyPiece]:
         for i, child in enumerate(array.flatten()):
             child_name = f"{name}.{kind.field(i).name}"
             yield from _pieces(child_name, columns.normalized_column(child_name, child))
-    elif pa.types.is_map(kind):
-        raise UnsupportedTypeError(f"Column {name!r} has the type {kind}: a map has no order and cannot be a key.")
     elif columns.is_list_like(kind):
+        columns.refuse_map(name, kind)
         elements, offsets = columns.list_parts(array)
         element_name = f"{name}.element"
         marked = [_PRESENT, *_pieces(element_name, columns.normalized_column(element_name, elements))]

@@ -15,9 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from backends.encoding.columns import arrow_fields, spark_struct_json, to_spark_type
+from backends.encoding.columns import arrow_fields, refuse_map, spark_struct_json, to_spark_type
 from backends.encoding.values import decode_values, encode_values
-from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument, UnsupportedTypeError
+from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 
 _NEEDED = (
     "A state schema needs 'key' and 'value', each a struct with 'fields', and may have a 'history' of such structs."
@@ -59,7 +59,7 @@ class StateSchema:
         object.__setattr__(self, "value", _normalized(self.value))
         object.__setattr__(self, "history", tuple(map(_normalized, self.history)))
         for f in self.key:
-            _refuse_map(f.name, f.type)
+            _refuse_maps(f.name, f.type)
         if len(self.history) > MAX_HISTORY:
             raise InvalidStateStoreArgument(
                 f"A schema has {len(self.history)} earlier ones; at most {MAX_HISTORY} are possible."
@@ -109,12 +109,11 @@ def _schema(content: object) -> pa.Schema:
     raise InvalidStateStoreArgument(_NEEDED)
 
 
-def _refuse_map(name: str, data_type: pa.DataType) -> None:
-    if pa.types.is_map(data_type):
-        raise UnsupportedTypeError(f"Column {name!r} has the type {data_type}: a map has no order and cannot be a key.")
+def _refuse_maps(name: str, data_type: pa.DataType) -> None:
+    refuse_map(name, data_type)
     for i in range(data_type.num_fields):
         child = data_type.field(i)
-        _refuse_map(f"{name}.{child.name}", child.type)
+        _refuse_maps(f"{name}.{child.name}", child.type)
 
 
 # Rules for changing the schema of stored values.

@@ -282,18 +282,13 @@ class ValueDecoder:
         return row
 
 
+_CODES = {"u1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "f4": "f", "f8": "d", "V16": "16s"}
+
+
 def _code(kind: pa.DataType) -> str | None:
     """Return the ``struct`` format code of a fixed-width column; None for another column."""
-    if pa.types.is_boolean(kind):
-        return "?"
     dtype = fixed_dtype(kind)
-    if dtype is None:
-        return None
-    return (
-        "16s"
-        if dtype.kind == "V"
-        else {"i1": "b", "i2": "h", "i4": "i", "i8": "q", "f4": "f", "f8": "d"}[dtype.str[1:]]
-    )
+    return None if dtype is None else _CODES[dtype.str[1:]]
 
 
 def _reading(kind: pa.DataType) -> RowReading | None:

@@ -116,11 +116,9 @@ class SortedPairs:
 
         Raises ``InvalidStateStoreArgument`` for other types, other lengths, null keys or a key that is given twice.
         """
-        keys, values = as_binary("keys", keys), as_binary("values", values)
+        keys, values = as_keys(keys), as_binary("values", values)
         if len(keys) != len(values):
             raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
-        if keys.null_count:
-            raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
         if not is_strictly_sorted(keys):
             order = key_order(keys)
             keys, values = keys.take(order), values.take(order)
@@ -292,6 +290,10 @@ class SortedPairs:
         keep = pc.is_valid(self.values)
         return SortedPairs(self.keys.filter(keep), self.values.filter(keep))
 
+    def batch(self) -> pa.RecordBatch:
+        """Return the pairs in the columns of ``PAIRS_SCHEMA``."""
+        return pa.RecordBatch.from_arrays([self.keys, self.values], schema=PAIRS_SCHEMA)
+
 
 def is_strictly_sorted(keys: pa.BinaryArray) -> bool:
     """Return whether every key is greater, byte by byte, than the one before it."""
@@ -310,6 +312,14 @@ def as_binary(what: str, array: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
     if pa.types.is_large_binary(array.type) or pa.types.is_fixed_size_binary(array.type):
         return array.cast(pa.binary())
     raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not of {array.type}.")
+
+
+def as_keys(array: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
+    """Return ``as_binary`` of keys. Raises ``InvalidStateStoreArgument`` for nulls, too."""
+    keys = as_binary("keys", array)
+    if keys.null_count:
+        raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
+    return keys
 
 
 def to_bytes_list(array: pa.BinaryArray) -> list[bytes | None]:
@@ -379,11 +389,7 @@ def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterato
         merged = SortedPairs(batch.column(0), batch.column(1)).under(changes.slice(done, through - done)).present()
         done = through
         if len(merged):
-            yield _batch(merged)
+            yield merged.batch()
     rest = changes.slice(done).present()
     if len(rest):
-        yield _batch(rest)
-
-
-def _batch(pairs: SortedPairs) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays([pairs.keys, pairs.values], schema=PAIRS_SCHEMA)
+        yield rest.batch()

@@ -234,20 +234,13 @@ class _Buffer:
 
     def merged(self) -> _Buffer:
         """Return the same changes, all of them merged."""
-        families = {family for changes in self.unmerged for family in changes.families}
-        maps = {**self.maps, **{family: self._merged(family) for family in families}}
+        families = Changes.together(self.unmerged).families
+        maps = {**self.maps, **{family: self.of(family).with_changes(pairs) for family, pairs in families.items()}}
         nbytes, claims = sum(family_map.nbytes for family_map in maps.values()), self.claims
         # Merged changes may take less memory: give up the claims that they do not need.
         while len(claims) > 1 and sum(claim.nbytes for claim in claims[1:]) >= PEAK_OF_COPY * nbytes:
             claims = claims[1:]
         return replace(self, unmerged=(), maps=maps, nbytes=nbytes, claims=claims)
-
-    def _merged(self, family: str) -> SortedMap:
-        parts = [changes.families[family] for changes in self.unmerged if family in changes.families]
-        merged_pairs = SortedPairs.last_wins(
-            pa.concat_arrays([part.keys for part in parts]), pa.concat_arrays([part.values for part in parts])
-        )
-        return self.of(family).with_changes(merged_pairs)
 
 
 class BufferedEngine:

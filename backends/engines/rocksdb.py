@@ -79,9 +79,7 @@ class LocalRocksDB:
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._path = path
         self._conf = conf
-        self._scans: weakref.WeakSet[rocksdb_files.RocksDBScan | rocksdb_files.RocksDBRangesScan | TableScan] = (
-            weakref.WeakSet()
-        )
+        self._scans: weakref.WeakSet[rocksdb_files.PairScan | TableScan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
         self._damage: StateStoreError | None = None
@@ -314,26 +312,34 @@ class LocalRocksDB:
         self._open_for_writing()
         directory = self._path / BULK_DIRECTORY
         directory.mkdir()
-        callers_pairs = _CallersPairs(parts)
+        callers_error: Exception | None = None  # must not be reported as RocksDB's
+
+        def callers_pairs() -> Iterator[tuple[str, SortedPairs]]:
+            nonlocal callers_error
+            try:
+                yield from parts
+            except Exception as error:
+                callers_error = error
+                raise
+
         try:
-            files = rocksdb_files.write_sorted_files(
-                callers_pairs, directory, rocksdb_files.database_options(self._conf)
-            )
+            options = rocksdb_files.database_options(self._conf)
+            files = rocksdb_files.write_sorted_files(callers_pairs(), directory, options)
             for name in {name for name, _ in files} - self._families.keys():
                 self._create(name)
             # Write this to the disk before the files: without the log, a crash would leave pairs in a database of
             # version 0.
             self.prepare(Changes({}))(unfinished)
             self._families[META_FAMILY].db.flush()
-            options = IngestExternalFileOptions()
-            options.set_move_files(True)
+            ingest = IngestExternalFileOptions()
+            ingest.set_move_files(True)
             for name, file in files:
                 fault_points.reached("load:ingest")
-                self._families[name].db.ingest_external_file([str(file)], options)
+                self._families[name].db.ingest_external_file([str(file)], ingest)
         except StateStoreError:
             raise
         except Exception as error:  # rocksdict raises plain Exception
-            if error is callers_pairs.error:
+            if error is callers_error:
                 raise
             raise self._failure("load", error) from error
         finally:
@@ -460,21 +466,6 @@ class LocalRocksDB:
             f"RocksDB could not {verb} in {self._path}: {error}. If its disk is healthy and has room, "
             "remove the directory: the state is then loaded again from the checkpoint location."
         )
-
-
-class _CallersPairs:
-    """The caller's pairs, and the error that the caller's iterator raised, which must not be reported as RocksDB's."""
-
-    def __init__(self, parts: Iterable[tuple[str, SortedPairs]]) -> None:
-        self._parts = parts
-        self.error: Exception | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, SortedPairs]]:
-        try:
-            yield from self._parts
-        except Exception as error:
-            self.error = error
-            raise
 
 
 def _opened(db: Rdict | None, families: Mapping[str, _Family]) -> list[Rdict]:

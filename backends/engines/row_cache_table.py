@@ -440,14 +440,8 @@ class VaryingRows(CacheTable):
     @property
     def nbytes(self) -> int:
         """The bytes of memory, used or not."""
-        arrays: tuple[npt.NDArray[Any], ...] = (
-            self.buckets,
-            self.key_offsets,
-            self.value_offsets,
-            self.key_content,
-            self.value_content,
-        )
-        return sum(array.nbytes for array in arrays)
+        rows = self.key_offsets.nbytes + self.value_offsets.nbytes + self.key_content.nbytes + self.value_content.nbytes
+        return self.buckets.nbytes + rows
 
     def has_room(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> bool:
         """Return whether these rows can be appended."""

@@ -262,9 +262,9 @@ class SortedMap:
         if not self.runs:
             return iter(())
         batches: Iterator[pa.RecordBatch] = (
-            pa.RecordBatch.from_arrays([part.keys, part.values], schema=PAIRS_SCHEMA)
+            chunk.slice(at, MAP_SCAN_ROWS).batch()
             for chunk in cut(self.runs[0])
-            for part in (chunk.slice(at, MAP_SCAN_ROWS) for at in range(0, len(chunk), MAP_SCAN_ROWS))
+            for at in range(0, len(chunk), MAP_SCAN_ROWS)
         )
         return merged_scan(batches, _changes(self.runs[1:], cut))
 
@@ -421,7 +421,7 @@ class SortedMapEngine:
                 name = f"{len(parts):06d}.pairs"
                 with pa.ipc.new_file(str(directory / name), PAIRS_SCHEMA, options=options) as writer:
                     for pairs in chunks:
-                        writer.write_batch(pa.RecordBatch.from_arrays([pairs.keys, pairs.values], schema=PAIRS_SCHEMA))
+                        writer.write_batch(pairs.batch())
                 parts.append(_Part(family, name))
         index = _Index(state, tuple(maps), tuple(parts))
         (directory / _INDEX).write_bytes(msgspec.json.encode(index))

@@ -26,7 +26,7 @@ import xxhash
 
 from backends.encoding.columns import Bytes, binary_array, even_array, gather_fixed, gather_ranges, record
 from backends.encoding.keys import KEY_GROUP_BYTES
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, in_step, is_strictly_sorted
+from backends.encoding.sorted_pairs import SortedPairs, in_step, is_strictly_sorted
 from backends.exceptions import StateStoreError, StoreClosedError
 
 # The blocks of a RocksDB table file, decoded to columns.
@@ -607,7 +607,7 @@ class TableScan(Iterator[pa.RecordBatch]):
             try:
                 pairs = next(self._batches, None)
                 if pairs is not None:
-                    return pa.RecordBatch.from_arrays([pairs.keys, pairs.values], schema=PAIRS_SCHEMA)
+                    return pairs.batch()
             except Exception as error:
                 self._let_go()
                 self._error = self._failure("read", error)

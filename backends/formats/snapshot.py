@@ -12,37 +12,21 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from backends import fault_points
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
 from backends.formats.changelog import GROUPS_DIRECTORY
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotDescriptor, SnapshotFile, SnapshotRef, seal, unseal
+from backends.load_watch import LoadWatch
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest, file_digest
-from backends.storage.requests import FetchingLoad
 
 _INLINE_BYTES = 64 << 10
 _TOGETHER_BYTES = 256 << 10
 """Larger SST files are stored separately: an object with several files lives as long as one of them is needed."""
-
-
-class Watch(FetchingLoad, Protocol):
-    """Receives the progress of ``download``; see ``backends.partition.load_watch.LoadWatch``."""
-
-    def expect(self, files: int, nbytes: int) -> None:
-        """Add files to those that are needed."""
-
-    def begin_file(self, target: Path, size: int) -> None:
-        """Record that the fetch of a file begins."""
-
-    def end_file(self, target: Path, *, is_done: bool) -> None:
-        """Record that a file was fetched, or that the fetch failed."""
-
-    def step(self, files: int = 0, nbytes: int = 0) -> None:
-        """Record a step of work."""
 
 
 class Digests:
@@ -246,7 +230,7 @@ def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef, data: bytes | 
 
 
 def download(
-    storage: CheckpointStorage, snapshot: SnapshotDescriptor, backend: str, into: Path, threads: int, watch: Watch
+    storage: CheckpointStorage, snapshot: SnapshotDescriptor, backend: str, into: Path, threads: int, watch: LoadWatch
 ) -> None:
     """Fetch a snapshot's files into a local directory, ``threads`` at once, each when it is the load's turn.
 

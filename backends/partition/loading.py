@@ -12,7 +12,7 @@ import shutil
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from backends.formats import snapshot
 from backends.formats.changelog import Changes, read_changelog
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
-from backends.partition.load_watch import LoadWatch
+from backends.load_watch import LoadWatch
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import digest
@@ -43,22 +43,22 @@ class Scratch:
     """Short-lived directories below ``root``, which is created with the first one."""
 
     def __init__(self, root: Path) -> None:
-        self.root = self._root = root
+        self.root = root
 
     def kept(self, name: str) -> Path:
         """Return the directory of a name; create it if necessary. It stays until ``drop_kept`` or ``clear``."""
-        directory = self._root / f"{_KEPT}{digest(name.encode())}"
+        directory = self.root / f"{_KEPT}{digest(name.encode())}"
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
     def drop_kept(self) -> None:
-        for directory in self._root.glob(f"{_KEPT}*"):
+        for directory in self.root.glob(f"{_KEPT}*"):
             shutil.rmtree(directory, ignore_errors=True)
 
     @contextmanager
     def directory(self) -> Iterator[Path]:
         """Make a new empty directory, and remove the directory at the end of the block."""
-        directory = self._root / uuid.uuid4().hex
+        directory = self.root / uuid.uuid4().hex
         directory.mkdir(parents=True)
         try:
             yield directory
@@ -67,7 +67,7 @@ class Scratch:
 
     def clear(self) -> None:
         """Remove everything that is left here, including files of a process that was killed."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
 class LocalDirectory:
@@ -124,48 +124,6 @@ class PartitionContext:
     scratch: Scratch
 
 
-# Rescaling: a partition takes over its range of keys from the partitions of an earlier layout.
-#
-# The layout of an operator changes when its query restarts with another number of partitions or another backend.
-# ``formats/manifest_chain.py`` finds the partitions that have the range.
-
-
-def take_over_keys(
-    rescaled: Rescaled,
-    engine: StateEngine,
-    loaded: Callable[[SourcePartition], AbstractContextManager[StateEngine]],
-    step: Callable[[], None],
-    *,
-    counts_keys: bool,
-) -> None:
-    """Write the keys from ``rescaled.start`` to ``end`` of all sources to an engine that is empty.
-
-    ``loaded`` opens an engine that holds a source. ``step`` is called after each batch of rows. The column families
-    are those of all sources.
-    """
-    # A process that dies here leaves a state that no lineage knows.
-    unfinished = LocalState.unfinished(rescaled.head)
-    families: set[str] = set()
-    num_keys = 0
-
-    def taken_over() -> Iterator[tuple[str, SortedPairs]]:
-        nonlocal num_keys
-        for source in rescaled.sources:
-            with loaded(source) as source_engine:
-                for family in sorted(source_engine.column_families):
-                    families.add(family)
-                    for batch in source_engine.scan(rescaled.start, rescaled.end, family):
-                        pairs = SortedPairs(batch.column("key"), batch.column("value"))
-                        num_keys += len(pairs)
-                        yield family, pairs
-                        step()
-                        fault_points.reached("load:rescaling")
-
-    engine.load_sorted(taken_over(), unfinished)
-    state = LocalState(rescaled.version, rescaled.head, num_keys if counts_keys else None)
-    engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(state)
-
-
 # The changelogs of a load, read ahead: some at once, and the first small ones during the fetch of a snapshot.
 
 
@@ -212,16 +170,13 @@ class ChangelogReads:
 
     def _begin_next(self) -> None:
         ref = self._left.popleft()
-        self._under_way.append((ref, self._begun(ref)))
-
-    def _begun(self, ref: ChangelogRef) -> Callable[[], bytes]:
-        """Begin to read a changelog; return the function that waits for its content."""
         if self._storage.is_being_shared(ref.file):
             # Another load reads it, or has read it: a thread would only wait.
-            return partial(self._storage.read, ref.file)
+            self._under_way.append((ref, partial(self._storage.read, ref.file)))
+            return
         if self._pool is None:
             self._pool = Pool(self._threads, thread_name_prefix="statestore-load")
-        return self._pool.submit(self._storage.read, ref.file).result
+        self._under_way.append((ref, self._pool.submit(self._storage.read, ref.file).result))
 
 
 def replaced_pairs(engine: StateEngine, changes: Changes) -> Changes:
@@ -389,16 +344,39 @@ class Loading:
         self._watch.step()
 
     def _take_over(self, rescaled: Rescaled) -> None:
+        """Rescale: take the keys from ``rescaled.start`` to ``end`` over from the partitions of an earlier layout.
+
+        The layout of an operator changes when its query restarts with another number of partitions or another backend.
+        ``formats/manifest_chain.py`` finds the partitions that have the range.
+        """
+        # A process that dies here leaves a state that no lineage knows.
         unfinished = LocalState.unfinished(rescaled.head)
         self._engine.clear()
         self.version, self.head = unfinished.version, unfinished.head
+        families: set[str] = set()
+        num_keys = 0
+
+        def taken_over() -> Iterator[tuple[str, SortedPairs]]:
+            nonlocal num_keys
+            for source in rescaled.sources:
+                with self._loaded(source, rescaled.start, rescaled.end) as engine:
+                    for family in sorted(engine.column_families):
+                        families.add(family)
+                        for batch in engine.scan(rescaled.start, rescaled.end, family):
+                            pairs = SortedPairs(batch.column("key"), batch.column("value"))
+                            num_keys += len(pairs)
+                            yield family, pairs
+                            self._watch.step()
+                            fault_points.reached("load:rescaling")
+
+        self._engine.load_sorted(taken_over(), unfinished)
         counts_keys = self._context.conf.track_total_number_of_rows
-        loaded = partial(self._loaded, start=rescaled.start, end=rescaled.end)
-        take_over_keys(rescaled, self._engine, loaded, self._watch.step, counts_keys=counts_keys)
+        state = LocalState(rescaled.version, rescaled.head, num_keys if counts_keys else None)
+        self._engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(state)
         self.version, self.head = rescaled.version, rescaled.head
 
     @contextmanager
-    def _loaded(self, source: SourcePartition, *, start: bytes | None, end: bytes | None) -> Iterator[StateEngine]:
+    def _loaded(self, source: SourcePartition, start: bytes, end: bytes | None) -> Iterator[StateEngine]:
         """Load a partition of an earlier layout into a separate engine, for the duration of the block.
 
         Of its changelogs, the engine need not hold more than the keys from ``start`` to ``end``.

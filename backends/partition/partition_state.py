@@ -41,7 +41,7 @@ from backends.host_memory import (
     HostMemory,
     host_memory,
 )
-from backends.partition.load_watch import LoadWatch
+from backends.load_watch import LoadWatch
 from backends.partition.loading import (
     Loading,
     LocalDirectory,

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from backends.conf import DEFAULT_FAMILY
 from backends.encoding.keys import KeyRange
-from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted, merged_scan
+from backends.encoding.sorted_pairs import SortedPairs, as_keys, is_strictly_sorted, merged_scan
 from backends.exceptions import InvalidStateStoreArgument
 from backends.host_memory import LAST_READS, SCANS, Claim, HostMemory
 from backends.partition.loading import PartitionContext
@@ -155,9 +155,7 @@ class VersionReads:
         the one that the changelog ``head`` made, is not held.
         """
         started = time.perf_counter()
-        keys = as_binary("keys", keys)
-        if keys.null_count:
-            raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
+        keys = as_keys(keys)
         reader = object()
         view = self._versions.begin_read(reader, version, head)
         try:

@@ -200,8 +200,7 @@ class OverlayStateStore(StateStore):
         if not self._is_list(column_family):
             buffer.put(key, None)
             return
-        prefix = lists.elements_prefix(key)
-        for batch in self._scan_stored(prefix, first_key_after(prefix), lists.list_family_name(column_family)):
+        for batch in self._scan_list(key, column_family):
             buffer.put_many(batch.column(0), pa.nulls(len(batch), pa.binary()))
 
     def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
@@ -214,9 +213,7 @@ class OverlayStateStore(StateStore):
     def put_many(
         self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
-        keys, values = self._checked("keys", keys), self._checked("values", values)
-        if len(keys) != len(values):
-            raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
+        keys, values = self._checked_pairs(keys, values)
         if self._is_list(column_family):
             latest = SortedPairs.last_wins(keys, values)
             self.remove_many(latest.keys, column_family)
@@ -245,9 +242,7 @@ class OverlayStateStore(StateStore):
     def merge_many(
         self, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY
     ) -> None:
-        keys, values = self._checked("keys", keys), self._checked("values", values)
-        if len(keys) != len(values):
-            raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
+        keys, values = self._checked_pairs(keys, values)
         buffer = self._buffer_to_write(column_family)
         self._check_list(column_family)
         with self._timed("put_ms"):
@@ -258,13 +253,7 @@ class OverlayStateStore(StateStore):
         self._check_key(key)
         self._buffer_to_read(column_family)
         self._check_list(column_family)
-        prefix = lists.elements_prefix(key)
-        return (
-            v
-            for _, v in _pairs(
-                self._scan_stored(prefix, first_key_after(prefix), lists.list_family_name(column_family))
-            )
-        )
+        return (value for _, value in _pairs(self._scan_list(key, column_family)))
 
     def scan(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
@@ -278,6 +267,10 @@ class OverlayStateStore(StateStore):
             return self._scan_stored(start, end, column_family)
         first, last = (None if limit is None else lists.escape(limit) for limit in (start, end))
         return map(_list_batch, self._scan_stored(first, last, lists.list_family_name(column_family)))
+
+    def _scan_list(self, key: bytes, column_family: str) -> Iterator[pa.RecordBatch]:
+        prefix = lists.elements_prefix(key)
+        return self._scan_stored(prefix, first_key_after(prefix), lists.list_family_name(column_family))
 
     def _scan_stored(self, start: bytes | None, end: bytes | None, stored: str) -> Iterator[pa.RecordBatch]:
         buffer = self._buffers.get(stored)
@@ -306,11 +299,9 @@ class OverlayStateStore(StateStore):
         if name.startswith("__"):
             raise InvalidStateStoreArgument(f"{name!r} cannot name a column family: names with '__' are the backend's.")
         self._check_writable()
-        stored, other = (
-            (name, lists.list_family_name(name))
-            if not use_multiple_values_per_key
-            else (lists.list_family_name(name), name)
-        )
+        stored, other = name, lists.list_family_name(name)
+        if use_multiple_values_per_key:
+            stored, other = other, stored
         if other in self._families:
             raise InvalidStateStoreArgument(
                 f"The column family {name!r} of {self.id} exists with use_multiple_values_per_key="
@@ -409,6 +400,15 @@ class OverlayStateStore(StateStore):
     def _check_key(key: bytes) -> None:
         if not isinstance(key, bytes):
             raise InvalidStateStoreArgument(f"The key {key!r} is of type {type(key).__name__}: a key is bytes.")
+
+    @classmethod
+    def _checked_pairs(
+        cls, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray
+    ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
+        keys, values = cls._checked("keys", keys), cls._checked("values", values)
+        if len(keys) != len(values):
+            raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
+        return keys, values
 
     @staticmethod
     def _checked(what: str, column: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:

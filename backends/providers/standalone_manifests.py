@@ -114,9 +114,9 @@ class StandaloneManifests:
         """Return the files that lead to a version; raises ``VersionNotFoundError``."""
         with self._lock:
             self._require(version)
-            return (
-                manifest_chain.lineage(self._chain, version, self._layout, self._partition) if version else Lineage(0)
-            )
+            if not version:
+                return Lineage(0)
+            return manifest_chain.lineage(self._chain, version, self._layout, self._partition)
 
     def _require(self, version: int) -> None:
         oldest, latest = self.oldest_version(), self.latest_version()

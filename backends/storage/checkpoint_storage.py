@@ -12,19 +12,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import xxhash
 from obstore.exceptions import AlreadyExistsError, BaseError, UnknownConfigurationKeyError
 
 from backends import exceptions
 from backends.host_memory import BoundedDict
+from backends.load_watch import LoadWatch
 from backends.storage.failures import HEDGED_BYTES, check_bucket, first_line
 from backends.storage.hdfs_files import HdfsClients, HdfsFiles
-from backends.storage.local_files import LocalFiles
+from backends.storage.local_files import LocalFiles, is_unfinished
 from backends.storage.locations import FileRef, Location, digest, file_digest, parse_location
 from backends.storage.object_files import MAX_FILES_AT_ONCE, PART_BYTES, ObjectFiles, ObjectStores, SharedObjects
-from backends.storage.requests import BucketTraffic, FetchingLoad, RequestCounts, RequestSender, buckets_of_process
+from backends.storage.requests import BucketTraffic, RequestCounts, RequestSender, Traffic, buckets_of_process
+
+T = TypeVar("T")
 
 OpenStorage: TypeAlias = "Callable[[str, Mapping[str, str]], CheckpointStorage]"
 """Opens the storage at a location with its options, as ``CheckpointStorage.open`` does."""
@@ -43,19 +46,19 @@ class CheckpointStorage:
         self,
         location: Location,
         stores: ObjectStores | HdfsClients,
+        counts: RequestCounts,
+        traffic: Traffic | None,
+        sender: RequestSender,
         *,
         fsync: bool,
-        clock: Callable[[], float],
-        sleep: Callable[[float], None],
-        retry_seconds: float,
-        requests: RequestCounts,
-        buckets: BucketTraffic,
     ) -> None:
         self.location = location.text
         self.is_local = location.kind == "local"
         self._stores = stores
         self.shared: SharedObjects | None = None
-        self._counts = requests
+        self._counts = counts
+        self._traffic = traffic
+        self._sender = sender
         self._files: LocalFiles | HdfsFiles | ObjectFiles
         if self.is_local:
             self._files = LocalFiles(Path(location.prefix), fsync=fsync)
@@ -63,18 +66,6 @@ class CheckpointStorage:
             self._files = HdfsFiles(stores, location.prefix, fsync=fsync)
         else:
             self._files = ObjectFiles(stores, location.prefix, self._note_more)
-        # Storage in the memory of the process is never late.
-        has_hedges = location.kind not in ("local", "memory")
-        self._traffic = None if self.is_local else buckets.of(stores.bucket, with_hedges=has_hedges)
-        self._sender = RequestSender(
-            self.location,
-            clock=clock,
-            sleep=sleep,
-            retry_seconds=retry_seconds,
-            counts=requests,
-            traffic=self._traffic,
-            renew=stores.renew,
-        )
 
     @classmethod
     def open(
@@ -100,9 +91,8 @@ class CheckpointStorage:
         parsed = parse_location(location)
         counts = RequestCounts() if requests is None else requests
         try:
-            stores: ObjectStores | HdfsClients = (
-                HdfsClients(parsed, options or {}) if parsed.kind == "hdfs" else ObjectStores(parsed, options or {})
-            )
+            kind: type[HdfsClients | ObjectStores] = HdfsClients if parsed.kind == "hdfs" else ObjectStores
+            stores = kind(parsed, options or {})
         except UnknownConfigurationKeyError as error:
             raise exceptions.InvalidStateStoreArgument(
                 f"An option for {parsed.text} is unknown to obstore: {first_line(error)}"
@@ -111,16 +101,20 @@ class CheckpointStorage:
             raise exceptions.InvalidStateStoreArgument(
                 f"{parsed.text} cannot be opened: {first_line(error)}"
             ) from error
-        return cls(
-            parsed,
-            stores,
-            fsync=fsync,
+        traffic = None
+        if parsed.kind != "local":
+            # Storage in the memory of the process is never late.
+            traffic = (buckets or buckets_of_process()).of(stores.bucket, with_hedges=parsed.kind != "memory")
+        sender = RequestSender(
+            parsed.text,
             clock=clock,
             sleep=sleep,
             retry_seconds=retry_seconds,
-            requests=counts,
-            buckets=buckets_of_process() if buckets is None else buckets,
+            counts=counts,
+            traffic=traffic,
+            renew=stores.renew,
         )
+        return cls(parsed, stores, counts, traffic, sender, fsync=fsync)
 
     @property
     def store_name(self) -> str:
@@ -220,7 +214,7 @@ class CheckpointStorage:
         self._sender.send("write", ref.path, put)
         return ref
 
-    def fetch_turn(self, load: FetchingLoad) -> AbstractContextManager[None]:
+    def fetch_turn(self, load: LoadWatch) -> AbstractContextManager[None]:
         """Wait until a load may fetch its next large file, and hold that place within the block; see ``FetchTurns``."""
         return nullcontext() if self._traffic is None else self._traffic.turns.turn(load)
 
@@ -286,21 +280,23 @@ class CheckpointStorage:
 
         Raises ``MissingFileError``.
         """
+        if not length:
+            return b""
+        parts = self._ranges(path, [start], [length])
+        if parts is None:
+            raise exceptions.MissingFileError(f"{self.full_location(path)} does not exist.")
+        return parts[0]
+
+    def _ranges(self, path: str, starts: Sequence[int], lengths: Sequence[int]) -> Sequence[bytes] | None:
+        """Return parts of a file, each shorter where the file ends before; None if there is no file."""
         self._check_path(path)
 
-        def fetch() -> bytes | None:
-            try:
-                data = self._files.read_ranges(path, [start], [length])[0] if length else b""
-            except FileNotFoundError as error:
-                check_bucket(error)
-                return None
-            self._counts.moved(self.location, received=len(data))
-            return data
+        def fetch() -> Sequence[bytes] | None:
+            parts = _unless_missing(lambda: self._files.read_ranges(path, starts, lengths))
+            self._counts.moved(self.location, received=sum(map(len, parts or ())))
+            return parts
 
-        content = self._sender.send("read", path, fetch, on_second=_nothing if length <= HEDGED_BYTES else None)
-        if content is None:
-            raise exceptions.MissingFileError(f"{self.full_location(path)} does not exist.")
-        return content
+        return self._sender.send("read", path, fetch, on_second=_nothing if sum(lengths) <= HEDGED_BYTES else None)
 
     def read(self, ref: FileRef) -> bytes:
         """Return a file's content, checked by its size and digest; of a group's object only the part.
@@ -336,20 +332,7 @@ class CheckpointStorage:
         refs = [ref for ref in refs if ref.path not in shared_data]
         if not refs:
             return shared_data
-        within = refs[0].stored_in
-        self._check_path(within)
-        starts, lengths = [ref.offset for ref in refs], [ref.size for ref in refs]
-
-        def fetch() -> list[bytes]:
-            try:
-                parts = self._files.read_ranges(within, starts, lengths)
-            except FileNotFoundError as error:
-                check_bucket(error)
-                return []
-            self._counts.moved(self.location, received=sum(map(len, parts)))
-            return parts
-
-        pieces = self._sender.send("read", within, fetch, on_second=_nothing if sum(lengths) <= HEDGED_BYTES else None)
+        pieces = self._ranges(refs[0].stored_in, [ref.offset for ref in refs], [ref.size for ref in refs])
         parts = zip(refs, pieces, strict=True) if pieces else ()
         whole = {ref.path: data for ref, data in parts if len(data) == ref.size and digest(data) == ref.digest}
         return shared_data | whole
@@ -391,14 +374,7 @@ class CheckpointStorage:
         Object storage has a resolution of one second.
         """
         self._check_path(path)
-
-        def head() -> int | None:
-            try:
-                return self._files.modified_ms(path)
-            except FileNotFoundError:
-                return None
-
-        return self._sender.send("look up", path, head)
+        return self._sender.send("look up", path, lambda: _unless_missing(lambda: self._files.modified_ms(path)))
 
     def unfinished(self, prefix: str) -> list[str]:
         """Return files that were never finished, or are being written now. Object storage has none.
@@ -408,7 +384,8 @@ class CheckpointStorage:
         files = self._files
         if isinstance(files, ObjectFiles):
             return []
-        return self._sender.send("list", prefix, lambda: files.unfinished(prefix))
+        entries = self._sender.send("list", prefix, lambda: files.entries(prefix))
+        return [path for path, _ in entries if is_unfinished(path)]
 
     def list(self, prefix: str = "", *, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size in bytes of every file in the directory ``prefix`` and below, sorted by path.
@@ -419,19 +396,16 @@ class CheckpointStorage:
             self._check_path(prefix.rstrip("/"))
         if after is not None:
             self._check_path(after)
-        return self._sender.send("list", prefix, lambda: self._files.listed(prefix, after))
+        files = self._files
+        if isinstance(files, ObjectFiles):
+            return self._sender.send("list", prefix, lambda: files.entries(prefix, after))
+        entries = self._sender.send("list", prefix, lambda: files.entries(prefix))
+        return [(p, size) for p, size in entries if (after is None or p > after) and not is_unfinished(p)]
 
     def delete(self, path: str) -> None:
         """Remove a file, finished or not. No error if there is none."""
         self._check_path(path)
-
-        def delete() -> None:
-            try:
-                self._files.remove(path)
-            except FileNotFoundError as error:
-                check_bucket(error)
-
-        self._sender.send("delete", path, delete)
+        self._sender.send("delete", path, lambda: _unless_missing(lambda: self._files.remove(path)))
 
     def delete_all(self, paths: Sequence[str]) -> None:
         """Remove files, finished or not: ``MAX_FILES_AT_ONCE`` of them with one request if the storage supports it.
@@ -462,12 +436,9 @@ class CheckpointStorage:
                     self.delete(path)
 
     def _get_or_none(self, path: str) -> bytes | None:
-        try:
-            data = self._files.read(path)
-        except FileNotFoundError as error:
-            check_bucket(error)
-            return None
-        self._counts.moved(self.location, received=len(data))
+        data = _unless_missing(lambda: self._files.read(path))
+        if data is not None:
+            self._counts.moved(self.location, received=len(data))
         return data
 
     def _check_path(self, path: str) -> None:
@@ -475,6 +446,15 @@ class CheckpointStorage:
             raise exceptions.InvalidStateStoreArgument(
                 f"{path!r} is not a path below {self.location}: it must be relative, without empty parts, '.' or '..'."
             )
+
+
+def _unless_missing(request: Callable[[], T]) -> T | None:
+    """Return the answer to a request; None if the file does not exist."""
+    try:
+        return request()
+    except FileNotFoundError as error:
+        check_bucket(error)
+        return None
 
 
 def _nothing() -> None:

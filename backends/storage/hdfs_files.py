@@ -31,7 +31,6 @@ from obstore.exceptions import AlreadyExistsError
 
 from backends.exceptions import InvalidStateStoreArgument
 from backends.lazy_names import import_optional
-from backends.storage.local_files import is_unfinished
 from backends.storage.locations import Location, hdfs_options
 
 if TYPE_CHECKING:
@@ -294,7 +293,7 @@ class HdfsFiles:
         """Return a file's content; raises ``FileNotFoundError``."""
 
         async def whole() -> bytes:
-            reader = await self._step(self._clients.client.read(self._below + path))
+            reader = await self._opened(path)
             pieces = [await self._part(reader, at, _PIECE_BYTES) for at in range(0, len(reader), _PIECE_BYTES)]
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -304,7 +303,7 @@ class HdfsFiles:
         """Return parts of a file, shorter where the file ends before. Raises ``FileNotFoundError``."""
 
         async def ranges() -> list[bytes]:
-            reader = await self._step(self._clients.client.read(self._below + path))
+            reader = await self._opened(path)
             parts = zip(starts, lengths, strict=True)
             return await _gathered([self._part(reader, start, length) for start, length in parts])
 
@@ -312,13 +311,12 @@ class HdfsFiles:
 
     def pieces(self, path: str, start: int) -> Iterator[bytes]:
         """Read a file from ``start`` on, in pieces. Raises ``FileNotFoundError``."""
-
-        async def opened() -> Any:
-            return await self._step(self._clients.client.read(self._below + path))
-
-        reader = self._run(opened())
+        reader = self._run(self._opened(path))
         for at in range(start, len(reader), _PIECE_BYTES):
             yield self._run(self._part(reader, at, _PIECE_BYTES))
+
+    async def _opened(self, path: str) -> Any:
+        return await self._step(self._clients.client.read(self._below + path))
 
     async def _part(self, reader: Any, start: int, length: int) -> bytes:
         # hdfs-native panics if a range ends after the file.
@@ -348,20 +346,8 @@ class HdfsFiles:
 
         self._run(remove())
 
-    def unfinished(self, directory: str) -> list[str]:
-        """Return the files in a directory and below whose writers died in the middle of them, or are writing now."""
-        return [path for path, _ in self._entries(directory) if is_unfinished(path)]
-
-    def listed(self, directory: str, after: str | None = None) -> list[tuple[str, int]]:
-        """Return path and size of every finished file in a directory and below, sorted by path; see ``LocalFiles``."""
-        return [
-            (path, size)
-            for path, size in self._entries(directory)
-            if (after is None or path > after) and not is_unfinished(path)
-        ]
-
-    def _entries(self, directory: str) -> list[tuple[str, int]]:
-        """Return path and size of every file in a directory and below, sorted by path."""
+    def entries(self, directory: str) -> list[tuple[str, int]]:
+        """Return path and size of every file in a directory and below, sorted by path; see ``LocalFiles``."""
 
         async def walk() -> list[tuple[str, int]]:
             files: list[tuple[str, int]] = []

@@ -53,33 +53,24 @@ class LocalFiles:
 
         On return the file and the names of all directories above it, up to the root's own, are durable.
         """
-        self._put(path, lambda descriptor: self._write_all(descriptor, data), os.link)
+        self._put(path, data, os.link)
 
     def put_file(self, path: str, source: Path | bytes, size: int) -> None:
         """Write a file of ``size`` bytes as ``put_new`` does, with the content of another file."""
-
-        def copy(descriptor: int) -> None:
-            if isinstance(source, bytes):
-                self._write_all(descriptor, source)
-                return
-            with source.open("rb", buffering=0) as file:
-                while chunk := file.read(_PIECE_BYTES):
-                    self._write_all(descriptor, chunk)
-
-        self._put(path, copy, os.link)
+        self._put(path, source, os.link)
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a file in place of an existing one, if there is one: at each moment one of the two exists, whole."""
-        self._put(path, lambda descriptor: self._write_all(descriptor, data), os.replace)
+        self._put(path, data, os.replace)
 
-    def _put(self, path: str, write: Callable[[int], None], name: Callable[[str, str], None]) -> None:
+    def _put(self, path: str, source: Path | bytes, name: Callable[[str, str], None]) -> None:
         target = self._below + path
         staged = f"{target}#{secrets.randbits(60)}"  # the mark of an unfinished file, which no listing shows
         descriptor = self._open(staged)
         try:
             try:
                 try:
-                    write(descriptor)
+                    self._write(descriptor, source)
                     if self._fsync:
                         os.fsync(descriptor)
                 finally:
@@ -122,24 +113,12 @@ class LocalFiles:
         """Remove a file, finished or not. Raises as ``read`` does."""
         os.unlink(self._below + path)  # noqa: PTH108
 
-    def unfinished(self, directory: str) -> list[str]:
-        """Return the files in a directory and below whose writers died in the middle of them, or are writing now."""
-        return [path for path, _ in self._found(directory) if is_unfinished(path)]
+    def entries(self, directory: str) -> list[tuple[str, int]]:
+        """Return path and size of every file in a directory and below, sorted by path; "" is the root.
 
-    def listed(self, directory: str, after: str | None = None) -> list[tuple[str, int]]:
-        """Return path and size of every finished file in a directory and below, sorted by path; "" is the root.
-
-        With ``after``, only of files whose paths sort after it. Files that are created or removed during the call may
-        be left out. Raises ``OSError``.
+        Some may be unfinished (``is_unfinished``). Files that are created or removed during the call may be left out.
+        Raises ``OSError``.
         """
-        return [
-            (path, size)
-            for path, size in self._found(directory)
-            if (after is None or path > after) and not is_unfinished(path)
-        ]
-
-    def _found(self, directory: str) -> list[tuple[str, int]]:
-        """Return path and size of every file in a directory and below, sorted by path."""
         files: list[tuple[str, int]] = []
         left = [f"{directory.strip('/')}/".lstrip("/")]
         while left:
@@ -178,9 +157,14 @@ class LocalFiles:
             os.fchmod(descriptor, _FILE_MODE & ~_shared_umask)
         return descriptor
 
-    @staticmethod
-    def _write_all(descriptor: int, data: bytes) -> None:
-        rest = memoryview(data)
+    @classmethod
+    def _write(cls, descriptor: int, source: Path | bytes) -> None:
+        if isinstance(source, Path):
+            with source.open("rb", buffering=0) as file:
+                while piece := file.read(_PIECE_BYTES):
+                    cls._write(descriptor, piece)
+            return
+        rest = memoryview(source)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
 

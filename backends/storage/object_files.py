@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import obstore
 from obstore.exceptions import BaseError
@@ -97,21 +97,11 @@ def _make_store(location: Location, options: Mapping[str, str], retries: RetryCo
             retry_config=retries,
             credential_provider=_tokenless_credentials(mapped.config),
         )
-    if location.kind == "gs":
-        gcs: GCSStore = GCSStore.from_url(
-            f"gs://{location.container}",
-            config=mapped.config,  # type: ignore[arg-type]
-            client_options=client,
-            retry_config=retries,
-        )
-        return gcs
-    azure: AzureStore = AzureStore.from_url(
-        f"abfss://{location.container}",
-        config=mapped.config,  # type: ignore[arg-type]
-        client_options=client,
-        retry_config=retries,
+    by_url: Any = GCSStore if location.kind == "gs" else AzureStore
+    store: GCSStore | AzureStore = by_url.from_url(
+        f"{location.kind}://{location.container}", config=mapped.config, client_options=client, retry_config=retries
     )
-    return azure
+    return store
 
 
 def _above_environment(config: Mapping[str, str | bool]) -> dict[str, str | bool]:
@@ -225,8 +215,8 @@ class ObjectFiles:
         """Remove at most ``MAX_FILES_AT_ONCE`` files; some storages stop at one that is missing, as by ``remove``."""
         obstore.delete(self._stores.plain, [self._prefix + path for path in paths])
 
-    def listed(self, directory: str, after: str | None) -> list[tuple[str, int]]:
-        """Return path and size of every file in a directory and below, sorted by path; see ``LocalFiles``."""
+    def entries(self, directory: str, after: str | None) -> list[tuple[str, int]]:
+        """Return what ``LocalFiles`` returns; with ``after``, only files whose paths sort after it."""
         key = (self._prefix + directory).rstrip("/") if directory.strip("/") else self._prefix.rstrip("/")
         offset = None if after is None else self._prefix + after
         objects = obstore.list(self._stores.plain, prefix=key or None, offset=offset).collect()

@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from obstore.exceptions import BaseError
 
 from backends import spans
 from backends.exceptions import InvalidStateStoreArgument, StorageError
 from backends.host_memory import BoundedDict, BucketCounts, HistogramBuckets
-from backends.spans import Span
+from backends.load_watch import LoadWatch
 from backends.storage.failures import Hedges, TroubleTracker, first_line, is_expired, is_throttling, is_transient
 
 # Counts of a process's requests to checkpoint storage, by kind and by location, and their bytes.
@@ -218,36 +218,21 @@ FETCH_TURN_SECONDS = 1.0
 """A load that waits for its turn reports progress, and can be ended, once in this many seconds."""
 
 
-class FetchingLoad(Protocol):
-    """A load that waits for its turn: ``number`` is its place in the order of all loads of the process.
-
-    ``is_ahead``: no task and no reader waits for the load now, so it comes after those that are waited for.
-    """
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def is_ahead(self) -> bool: ...
-
-    def step(self) -> None:
-        """Record progress. Raises if the load was ended."""
-
-
 class FetchTurns:
     """Lets ``at_once`` files be fetched at once. Many threads may share one; ``_changed`` guards everything.
 
+    Loads get their turns in the order of their numbers; those that nobody waits for (``is_ahead``) come last.
     Memory: one entry for each thread that waits. A load whose files wait makes progress as long as others do.
     """
 
     def __init__(self, at_once: int = FETCHES_AT_ONCE) -> None:
         self._free = at_once
         self._changed = threading.Condition()
-        self._waiting: dict[object, FetchingLoad] = {}
+        self._waiting: dict[object, LoadWatch] = {}
         self._ended = 0
 
     @contextmanager
-    def turn(self, load: FetchingLoad) -> Iterator[None]:
+    def turn(self, load: LoadWatch) -> Iterator[None]:
         """Wait for the turn of a file of a load, and hold it within the block. Raises what ``load.step`` raises."""
         self._wait(load)
         try:
@@ -258,7 +243,7 @@ class FetchTurns:
                 self._ended += 1
                 self._changed.notify_all()
 
-    def _wait(self, load: FetchingLoad) -> None:
+    def _wait(self, load: LoadWatch) -> None:
         token = object()
         with self._changed:
             self._waiting[token] = load
@@ -384,47 +369,36 @@ class RequestSender:
         same time: see ``Hedges.first_answer``.
         """
         with spans.step(f"storage.{KINDS[verb]}", file=path) as span:
-            return self._sent(verb, path, call, on_second, progress, span)
-
-    def _sent(
-        self,
-        verb: str,
-        path: str,
-        call: Callable[[], T],
-        on_second: Callable[[], None] | None,
-        progress: Callable[[], int],
-        span: Span,
-    ) -> T:
-        started, wait = self._clock(), _FIRST_WAIT_SECONDS
-        before, is_renewed = progress(), False
-        self._wait(0.0)
-        while True:
-            try:
-                return self._attempt(verb, call, on_second)
-            except FileExistsError:
-                raise
-            except (BaseError, OSError) as error:
-                span.event("failed", error=spans.error_name(error))
-                has_expired = self._traffic is not None and is_expired(error, has_body=verb != "look up")
-                if has_expired and not is_renewed:
-                    is_renewed = True
-                    self._renew()
-                    continue
-                if progress() != before:
-                    started, wait, before = self._clock(), _FIRST_WAIT_SECONDS, progress()
-                elapsed = self._clock() - started
-                failed = f"Could not {verb} {self._location}/{path}"
-                if not is_transient(error, is_local=self._traffic is None):
-                    remedy = f". {_EXPIRED_REMEDY}" if has_expired else ""
-                    raise StorageError(f"{failed}: {first_line(error)}{remedy}") from error
-                if elapsed + wait > self._retry_seconds:
-                    raise StorageError(f"{failed}, tried for {elapsed:.1f} s: {first_line(error)}") from error
-                # Jitter keeps many hosts that failed together from retrying together.
-                pause = wait * random.uniform(0.5, 1.0)
-                if self._traffic is not None and is_throttling(error):
-                    self._traffic.pace.refused(pause)
-            self._wait(pause)
-            wait = min(wait * 2, _LONGEST_WAIT_SECONDS)
+            started, wait = self._clock(), _FIRST_WAIT_SECONDS
+            before, is_renewed = progress(), False
+            self._wait(0.0)
+            while True:
+                try:
+                    return self._attempt(verb, call, on_second)
+                except FileExistsError:
+                    raise
+                except (BaseError, OSError) as error:
+                    span.event("failed", error=spans.error_name(error))
+                    has_expired = self._traffic is not None and is_expired(error, has_body=verb != "look up")
+                    if has_expired and not is_renewed:
+                        is_renewed = True
+                        self._renew()
+                        continue
+                    if progress() != before:
+                        started, wait, before = self._clock(), _FIRST_WAIT_SECONDS, progress()
+                    elapsed = self._clock() - started
+                    failed = f"Could not {verb} {self._location}/{path}"
+                    if not is_transient(error, is_local=self._traffic is None):
+                        remedy = f". {_EXPIRED_REMEDY}" if has_expired else ""
+                        raise StorageError(f"{failed}: {first_line(error)}{remedy}") from error
+                    if elapsed + wait > self._retry_seconds:
+                        raise StorageError(f"{failed}, tried for {elapsed:.1f} s: {first_line(error)}") from error
+                    # Jitter keeps many hosts that failed together from retrying together.
+                    pause = wait * random.uniform(0.5, 1.0)
+                    if self._traffic is not None and is_throttling(error):
+                        self._traffic.pace.refused(pause)
+                self._wait(pause)
+                wait = min(wait * 2, _LONGEST_WAIT_SECONDS)
 
     def _wait(self, seconds: float) -> None:
         """Wait for ``seconds``, and until it is the turn of a request of this bucket."""
@@ -506,16 +480,7 @@ class Prices:
 
     def dollars(self, used: Mapping[str, int]) -> float:
         """Return the cost of requests by kind and of their bytes: see ``RequestCounts.at``."""
-        requests = sum(
-            used.get(kind, 0) * price
-            for kind, price in (
-                ("put", self.put),
-                ("get", self.get),
-                ("head", self.head),
-                ("list", self.list),
-                ("delete", self.delete),
-            )
-        )
+        requests: float = sum(used.get(kind, 0) * getattr(self, kind) for kind in KINDS.values())
         moved = used.get(SENT, 0) * self.sent_gib + used.get(RECEIVED, 0) * self.received_gib
         return requests / 1000 + moved / (1 << 30)
 

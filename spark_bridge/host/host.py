@@ -23,7 +23,7 @@ from backends.encoding.keys import KeyRange
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import Changes
 from backends.host_memory import host_memory
-from backends.partition.load_watch import LoadProgress
+from backends.load_watch import LoadProgress
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import Acknowledged, Completed, HostInfo, OpenGrant, OperatorFigures

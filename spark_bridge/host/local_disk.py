@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from backends.exceptions import LocalDiskFullError
 from backends.host_memory import BoundedDict
-from backends.partition.load_watch import LoadWatch
+from backends.load_watch import LoadWatch
 from spark_bridge.host.instances import Instance, InstanceKey
 from spark_bridge.host.partition_cache import PartitionCache
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from backends import exceptions, spans
 from backends.exceptions import LoadEndedError, LocalDiskFullError, MissingFileError
 from backends.formats.manifest import ChangelogRef, Lineage, partition_directory
-from backends.partition.load_watch import LoadProgress, LoadWatch
+from backends.load_watch import LoadProgress, LoadWatch
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, StaleBatchError
 from coordinator_actor.messages import Completed, OpenGrant, OperatorSpec, QueryRegistration, WarmUp

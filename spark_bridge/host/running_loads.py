@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from backends import spans
 from backends.formats.manifest import Lineage
-from backends.partition.load_watch import LoadProgress, LoadWatch
+from backends.load_watch import LoadProgress, LoadWatch
 from coordinator_actor.messages import OpenGrant
 from coordinator_actor.run.holds import FILES_RENEW_SECONDS
 from spark_bridge.exceptions import STATESTORE_ERRORS, HostUnavailableError

@@ -20,7 +20,7 @@ from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import HostMemoryBusyError
-from backends.partition.load_watch import LoadProgress
+from backends.load_watch import LoadProgress
 from coordinator_actor.exceptions import (
     BatchHeldError,
     QueryBusyError,

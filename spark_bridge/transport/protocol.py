@@ -10,7 +10,7 @@ import pyarrow as pa
 from msgspec import Struct, field
 
 from backends.conf import DEFAULT_FAMILY
-from backends.partition.load_watch import LoadProgress
+from backends.load_watch import LoadProgress
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 
 KEYS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False)])

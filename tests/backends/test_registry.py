@@ -23,8 +23,7 @@ from backends.exceptions import (
     UnsupportedLocationError,
     VersionNotFoundError,
 )
-from backends.loaded_providers import LoadedProviders
-from backends.store import load_provider, loaded_providers
+from backends.store import LoadedProviders, load_provider, loaded_providers
 from tests.backends.providers.provider_cases import content
 from tests.patience import HANG, PATIENCE
 
@@ -137,10 +136,10 @@ def slow():
 @pytest.fixture
 def logged(caplog):
     """Return the registry's messages until now, with their levels; each is logged once."""
-    caplog.set_level(logging.DEBUG, "backends.loaded_providers")
+    caplog.set_level(logging.DEBUG, "backends.store")
 
     def told():
-        messages = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "backends.loaded_providers"]
+        messages = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "backends.store"]
         caplog.clear()
         return messages
 
@@ -416,7 +415,7 @@ def test_an_instance_that_fails_is_unloaded_and_the_others_stay(loaded, provider
     assert len(list((tmp_path / "ck").rglob("*.snapshot"))) == 1
     with pytest.raises(StoreClosedError):
         provider.latest_version()
-    (warning,) = [r for r in caplog.records if r.name == "backends.loaded_providers" and r.levelname == "WARNING"]
+    (warning,) = [r for r in caplog.records if r.name == "backends.store" and r.levelname == "WARNING"]
     assert warning.getMessage() == f"Error managing {provider}, unloading state store provider"
     assert "maintenance failed on purpose" in str(warning.exc_info[1])
     maintain(loaded)

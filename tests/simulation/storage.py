@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StorageError
+from backends.load_watch import LoadWatch
 from backends.storage.locations import FileRef, digest
-from backends.storage.requests import FetchingLoad
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Process
 
@@ -237,7 +237,7 @@ class SimulatedStorage:
         parts = {ref.path: (data[ref.offset : ref.offset + ref.size], ref.digest) for ref in refs}
         return {path: part for path, (part, written) in parts.items() if digest(part) == written}
 
-    def fetch_turn(self, load: FetchingLoad) -> AbstractContextManager[None]:
+    def fetch_turn(self, load: LoadWatch) -> AbstractContextManager[None]:
         """Let every file be fetched at once: the order of fetches has tests of its own."""
         return nullcontext()
 

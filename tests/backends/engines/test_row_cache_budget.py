@@ -72,7 +72,7 @@ def test_caches_share_a_budget():
     fill(first, 20_000)
     fill(third, 20_000)
     assert fill(third, 20_000) > 60_000
-    assert used(memory) <= memory.row_cache_room()
+    assert used(memory) <= memory._row_room()
     assert first.get(keys) == second.get(keys) == third.get(keys) == list(first.pairs.values())
     for below in (first, second, third):
         below.cache.clear()

@@ -22,7 +22,7 @@ from backends.formats.snapshot import (
     read_together,
     store_together,
 )
-from backends.partition.load_watch import LoadWatch
+from backends.load_watch import LoadWatch
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.requests import RequestCounts
 

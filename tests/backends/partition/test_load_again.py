@@ -17,7 +17,7 @@ import pytest
 from backends.conf import StateStoreConf
 from backends.exceptions import LoadEndedError, StorageError
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
-from backends.partition.load_watch import LOG_SECONDS, LoadProgress, LoadWatch
+from backends.load_watch import LOG_SECONDS, LoadProgress, LoadWatch
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef

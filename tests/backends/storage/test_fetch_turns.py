@@ -13,7 +13,7 @@ import pytest
 from backends.conf import StateStoreConf
 from backends.exceptions import LoadEndedError
 from backends.formats.manifest import ChangelogRef, Lineage
-from backends.partition.load_watch import LoadWatch
+from backends.load_watch import LoadWatch
 from backends.partition.partition_state import open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.requests import BucketTraffic, FetchTurns

@@ -141,7 +141,7 @@ def test_a_replacement_that_dies_leaves_the_old_file(tmp_path, monkeypatch):
     def dies(descriptor, data):
         raise OSError("the process dies here")
 
-    monkeypatch.setattr("backends.storage.local_files.LocalFiles._write_all", staticmethod(dies))
+    monkeypatch.setattr("backends.storage.local_files.LocalFiles._write", staticmethod(dies))
     with pytest.raises(StorageError, match="dies here"):
         storage.replace("metadata", b"second")
     assert storage.get("metadata") == b"first"

@@ -16,7 +16,7 @@ from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, Sto
 from backends.formats.changelog import ChangelogMeta, read_index
 from backends.formats.manifest import Lineage
 from backends.host_memory import CHANGELOGS, host_memory
-from backends.partition.load_watch import LoadWatch
+from backends.load_watch import LoadWatch
 from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef

@@ -25,7 +25,7 @@ from backends.encoding.schema import StateSchema
 from backends.engines import engine
 from backends.exceptions import LocalDiskFullError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.partition.load_watch import LoadProgress, LoadWatch
+from backends.load_watch import LoadProgress, LoadWatch
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import HostUnavailableError

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from backends.exceptions import StorageError
-from backends.partition.load_watch import LoadProgress
+from backends.load_watch import LoadProgress
 from coordinator_actor.coordinator import Coordinator
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.flight_server import HostFlightServer
