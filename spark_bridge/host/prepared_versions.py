@@ -353,10 +353,6 @@ class VersionRequests:
         """Return whether the coordinator has answered the last question for a run that its query has ended."""
         return self._asking.get(run_id, _NEVER_ASKED).has_ended
 
-    def asked_at(self, run_id: str) -> float:
-        """Return when the last question for a run was asked (of ``time.monotonic``)."""
-        return self._asking.get(run_id, _NEVER_ASKED).at
-
     def has_asked_since(self, run_id: str, moment: float) -> bool:
         """Return whether a question for a run was asked since ``moment`` (of ``time.monotonic``), and was answered."""
         return self._asking.get(run_id, _NEVER_ASKED).answered >= moment
@@ -368,7 +364,7 @@ class VersionRequests:
         """
         until = time.monotonic() - IDLE_RUN_SECONDS
         for run_id in self._completed.runs():
-            if run_id not in self._cache.registrations and self.asked_at(run_id) <= until:
+            if run_id not in self._cache.registrations and self._asking.get(run_id, _NEVER_ASKED).at <= until:
                 self._completed.forget(run_id)
 
     def forget(self, run_id: str) -> None:

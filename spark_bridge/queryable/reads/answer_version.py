@@ -39,6 +39,7 @@ MAX_REFUSED = 1 << 14
 ASK_COORDINATOR_SECONDS = 1.0
 """Seconds between two questions to the coordinator while a request waits for a version of a run."""
 _BRIEFLY_SECONDS = 0.001
+MAX_ASKED_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ class PartitionView:
 class VersionedReader:
     """Reads partitions at the version that a request asks for, and waits for completed versions.
 
-    Thread-safe; the lock guards changes of the cached refusals. Partitions that are not loaded are loaded in the
-    background: no request waits for a load longer than ``wait_seconds``. ``on_ended`` is called with a run that proves
-    to be over while a request waits for a version of it.
+    Thread-safe; the lock guards changes of the cached refusals, and the times when threads that wait for a version have
+    asked the coordinator. Partitions that are not loaded are loaded in the background: no request waits for a load
+    longer than ``wait_seconds``. ``on_ended`` is called with a run that proves to be over while a request waits for a
+    version of it.
     """
 
     def __init__(self, host: Host, wait_seconds: float, on_ended: Callable[[str], None]) -> None:
@@ -68,6 +70,7 @@ class VersionedReader:
         self.wait_seconds = wait_seconds
         self._on_ended = on_ended
         self._refused: BoundedDict[RunKey, tuple[float, str]] = BoundedDict(MAX_REFUSED)
+        self._asked_at: BoundedDict[str, float] = BoundedDict(MAX_ASKED_RUNS)
         self._lock = threading.Lock()
 
     def read(
@@ -343,11 +346,14 @@ class VersionedReader:
 
         If this host holds nothing of the run, it gets no messages about the run's versions, nor about its end.
         """
-        newest, requests = self._host.completed.newest(run_id), self._host.version_requests
-        if newest is not None and time.monotonic() - requests.asked_at(run_id) < ASK_COORDINATOR_SECONDS / 2:
-            return newest
+        newest, now = self._host.completed.newest(run_id), time.monotonic()
+        with self._lock:
+            # Questions of other readers do not count: they may have been asked too early, and may have failed.
+            if newest is not None and now - self._asked_at.get(run_id, 0.0) < ASK_COORDINATOR_SECONDS / 2:
+                return newest
+            self._asked_at[run_id] = now
         try:
-            return requests.completed_version(run_id, after + 1, _BRIEFLY_SECONDS)
+            return self._host.version_requests.completed_version(run_id, after + 1, _BRIEFLY_SECONDS)
         except CoordinatorError:
             self._host.completed.forget(run_id)  # so that the other waiting threads find out, too
             self._on_ended(run_id)

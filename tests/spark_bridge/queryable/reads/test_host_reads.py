@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -295,6 +296,51 @@ def test_host_without_partitions_learns_of_versions(make, monkeypatch):
     with pytest.raises(NotOwnerError):
         read.lookup(LookupRequest(w.run, "op"), stored(KEYS))
     assert read.describe("op", None)["operators"][0]["held"] == []
+
+
+def test_a_short_wait_ends_with_a_question_of_its_own(make):
+    w = make(hosts=2, n=1)
+    w.batch(filled(1))
+    (read,) = [r for i, r in enumerate(w.reads) if w.instance(0, i) is None]
+    w.write(filled(2))
+    asked: list[int] = []
+
+    def completed(*args: str) -> Any:
+        answer = w.c.completed(*args)
+        asked.append(answer.version)
+        if len(asked) == 1:
+            w.complete(tell=False)
+        return answer
+
+    w.port.completed = completed
+    assert read.await_completed(w.run, 1, 0.1) == 2
+    assert asked == [1, 2]
+
+
+def test_failed_questions_of_other_readers_do_not_hide_the_end_of_a_run(make, monkeypatch):
+    monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.2)
+    w = make()
+    w.batch(filled(1))
+
+    def completed(*args: str) -> Any:
+        raise RetiredRunError("the run is over")
+
+    w.port.completed = completed
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.wait(0.02):
+            with suppress(RetiredRunError):
+                w.reads[0]._host.version_requests.completed_version(w.run, 2, 0.001)
+
+    other = threading.Thread(target=ask)
+    other.start()
+    try:
+        with pytest.raises(RetiredRunError):
+            w.reads[0].await_completed(w.run, 1, PATIENCE)
+    finally:
+        is_over.set()
+        other.join(PATIENCE)
 
 
 def test_one_waiter_asks_for_all_and_all_learn_of_the_end(make, monkeypatch):
