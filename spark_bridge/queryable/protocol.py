@@ -493,7 +493,7 @@ class StateReads(Protocol):
 
 
 class OwnReads(StateReads, Protocol):
-    """``StateReads`` of one host, or of a checkpoint, of which the answers for feature views are made."""
+    """``StateReads`` of one host, or of a checkpoint. Answers for feature views are made from them."""
 
     def age_ms(self, run_id: str, version: int) -> int | None:
         """Return how long ago a version was prepared; of a mirror, or a late follower, at least its lag.
