@@ -235,6 +235,9 @@ class _Buffer:
     def merged(self) -> _Buffer:
         """Return the same changes, all of them merged."""
         families = Changes.together(self.unmerged).families
+        if len(self.unmerged) == 1:
+            # The pairs may be slices of a whole changelog or message, which the claims do not count.
+            families = {family: pairs.compact() for family, pairs in families.items()}
         maps = {**self.maps, **{family: self.of(family).with_changes(pairs) for family, pairs in families.items()}}
         nbytes, claims = sum(family_map.nbytes for family_map in maps.values()), self.claims
         # Merged changes may take less memory: give up the claims that they do not need.

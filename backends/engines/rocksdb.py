@@ -13,7 +13,8 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -314,7 +315,7 @@ class LocalRocksDB:
         directory.mkdir()
         callers_error: Exception | None = None  # must not be reported as RocksDB's
 
-        def callers_pairs() -> Iterator[tuple[str, SortedPairs]]:
+        def callers_pairs() -> Generator[tuple[str, SortedPairs], None, None]:
             nonlocal callers_error
             try:
                 yield from parts
@@ -324,7 +325,9 @@ class LocalRocksDB:
 
         try:
             options = rocksdb_files.database_options(self._conf)
-            files = rocksdb_files.write_sorted_files(callers_pairs(), directory, options)
+            # An error must not keep the caller's source open: its files take the room that a retry needs.
+            with closing(callers_pairs()) as pairs:
+                files = rocksdb_files.write_sorted_files(pairs, directory, options)
             for name in {name for name, _ in files} - self._families.keys():
                 self._create(name)
             # Write this to the disk before the files: without the log, a crash would leave pairs in a database of

@@ -280,6 +280,7 @@ class CheckpointStorage:
 
         Raises ``MissingFileError``.
         """
+        self._check_path(path)
         if not length:
             return b""
         parts = self._ranges(path, [start], [length])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from backends.engines import rocksdb_files
 from backends.engines.engine import BufferedEngine, DeferredEngine, StateEngine
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.sorted_map_engine import SortedMapEngine
-from backends.exceptions import StoreClosedError
+from backends.exceptions import LocalDiskFullError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 
@@ -160,6 +161,27 @@ def test_pairs_that_cannot_be_read_leave_an_empty_engine(tmp_path):
     with pytest.raises(OSError, match="the source is gone"):  # a user's function may be among those who give
         engine.load_sorted(parts(), LocalState.unfinished("head"))
     assert list(engine.scan(None, None)) == [] and not (tmp_path / "engine" / "bulk").exists()
+    engine.close()
+
+
+def test_a_load_that_finds_a_full_disk_has_ended_its_source(tmp_path, monkeypatch):
+    """The files of a source, as a partition of an earlier layout, take the room that the next attempt needs."""
+    ends = []
+
+    def parts():
+        try:
+            yield "default", SortedPairs.from_dict(PAIRS)
+        finally:
+            ends.append("ended")
+
+    def add(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rocksdb_files._SortedFile, "add", add)
+    engine = LocalRocksDB(tmp_path / "engine", StateStoreConf(fsync=False))
+    with pytest.raises(LocalDiskFullError) as info:
+        engine.load_sorted(parts(), LocalState.unfinished("head"))
+    assert ends == ["ended"] and info.value.__cause__ is not None
     engine.close()
 
 

@@ -16,6 +16,7 @@ import pytest
 from rocksdict import AccessType
 
 from backends.conf import StateStoreConf
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import engine as buffered_engine
 from backends.engines.engine import DeferredEngine, StateEngine
 from backends.engines.rocksdb import LocalRocksDB
@@ -445,3 +446,14 @@ def test_a_process_that_dies_before_or_in_the_first_write_loses_nothing(
         assert rows(state.reads.scan()) == {b"a": b"2", b"b": b"3", **newest}
         state.snapshots.store(snapshots[0])
         state.close()
+
+
+def test_a_gathered_commit_keeps_no_more_than_its_own_bytes(restored: DeferredEngine) -> None:
+    """Its pairs may be slices of a whole message; the claims count the pairs alone."""
+    before = pa.total_allocated_bytes()
+    values = pa.array([bytes(1 << 16)] * 64, pa.binary())
+    pairs = SortedPairs(pa.array([b"000"], pa.binary()), values.slice(7, 1))
+    restored.prepare(Changes({"default": pairs}))(LocalState(2, "head 2"))
+    assert read(restored, [b"000", b"001"]) == [bytes(1 << 16), b"old"]
+    del values, pairs
+    assert 1 << 16 <= pa.total_allocated_bytes() - before < 1 << 20
