@@ -104,7 +104,7 @@ def _begin(setting: str, who: Mapping[str, str]) -> None:
 
 
 def _set_provider(setting: str) -> None:
-    """Set the provider. Raises ``InvalidStateStoreArgument`` if there is no function for it."""
+    """Set the provider. Raises ``InvalidStateStoreArgument`` for an unknown setting."""
     if setting == OTLP or _URL.fullmatch(setting):
         try:
             from backends.open_telemetry import set_provider

@@ -289,7 +289,7 @@ class CheckpointStorage:
         return parts[0]
 
     def _ranges(self, path: str, starts: Sequence[int], lengths: Sequence[int]) -> Sequence[bytes] | None:
-        """Return parts of a file, each shorter where the file ends before; None if there is no file."""
+        """Return parts of a file, each shorter where the file ends before; None for a missing file."""
         self._check_path(path)
 
         def fetch() -> Sequence[bytes] | None:

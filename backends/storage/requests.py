@@ -221,7 +221,7 @@ FETCH_TURN_SECONDS = 1.0
 class FetchTurns:
     """Lets ``at_once`` files be fetched at once. Many threads may share one; ``_changed`` guards everything.
 
-    Loads get their turns in the order of their numbers; those that nobody waits for (``is_ahead``) come last.
+    Loads get their turns in the order of their numbers; loads ahead of any request (``is_ahead``) come last.
     Memory: one entry for each thread that waits. A load whose files wait makes progress as long as others do.
     """
 

@@ -5,7 +5,7 @@ Each piece of work runs in its own process. Its errors need an excuse: a fault t
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -230,15 +230,8 @@ class Forgetter(Outsider):
         if not counting:
             raise Violation("Keys are reported as forgotten, and no manifest that counts names the exchange.")
         files = world.disk.all_files(stream.state)
-        disk = world.disk
-        recorded = disk.born[stream.state, counting[-1]]
-
-        def born(path: str) -> float:
-            at = disk.born[stream.state, path]
-            # The listing that follows the record misses a file that a late write brings back. No version names it.
-            is_back = at > recorded and (stream.state, path) in disk.late
-            return math.inf if is_back else at
-
+        # The listing that follows the record misses a file that a late write brings back. No version names it.
+        born = partial(world.disk.listed_since, stream.state, recorded=counting[-1])
         held.reported(counting[-1], world.scheduler.now, born, files)
         held.check_openable(files)
         check_kept(world, stream)

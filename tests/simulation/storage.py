@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -95,6 +96,12 @@ class Disk:
         """Copy the files at some locations, to be checked while the world continues."""
         held = {at: {top: dict(files) for top, files in self.files.get(at, {}).items()} for at in locations}
         return Disk(Faults(), held, self.born, is_still=True)
+
+    def listed_since(self, location: str, path: str, *, recorded: str) -> float:
+        """Return when a file was stored; never, if a late write has brought it back after the file ``recorded``."""
+        born = self.born[location, path]
+        is_back = (location, path) in self.late and born > self.born[location, recorded]
+        return math.inf if is_back else born
 
     def all_files(self, location: str) -> dict[str, bytes]:
         """Everything below a location."""

@@ -158,7 +158,7 @@ def test_a_version_in_hosts_that_is_made_again_during_a_job_is_an_error(cluster:
     go_back(cluster, 1, "run2")
     with pytest.raises(VersionNotFoundError, match=r"Version 2 .* as run run1 had made it\. It is not kept any more"):
         state_in_cluster(endpoints, "totals", "q", None, None, record)
-    assert given(task(), first, before) == expected(first, 11, is_inner=False), "hosts have not heard of the new run"
+    assert given(task(), first, before) == expected(first, 11, is_inner=False), "hosts still serve the old run"
     cluster.batch({user: (user * 12, f"user {user}") for user in range(0, 60, 2)})
     with pytest.raises(VersionNotFoundError, match="rolled back since, and run run2 has replaced the version"):
         given(task(), first, before)
